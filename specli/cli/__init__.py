@@ -1,0 +1,1 @@
+"""The command line: Typer commands, each shared option declared once, one error boundary."""

@@ -1,0 +1,215 @@
+"""``specli run``: one prompt, its answer as a stream, and what speculation did."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from specli.cli import options as o
+from specli.cli.arguments import map_spec_type
+from specli.cli.interrupt import Interrupt
+from specli.cli.models import resolve_models
+from specli.cli.prompt import read_prompt
+from specli.config import (
+    RANDOM_SEED,
+    GenerationOptions,
+    ModelOptions,
+    SamplingOptions,
+    Settings,
+    SpeculationOptions,
+)
+from specli.errors import Cancelled, ConfigError
+from specli.events import FinishReason, Text
+
+if TYPE_CHECKING:
+    from specli.render.base import Renderer
+    from specli.session import Session
+    from specli.stats import Stats
+
+
+def run(
+    model: o.Model = None,
+    draft_model: o.DraftModel = None,
+    prompt: o.Prompt = None,
+    file: o.PromptFile = None,
+    system: o.System = None,
+    raw: o.Raw = False,
+    n_predict: o.NPredict = GenerationOptions.n_predict,
+    stops: o.Stops = None,
+    ignore_eos: o.IgnoreEos = SamplingOptions.ignore_eos,
+    show_stats: o.ShowStats = False,
+    stats_json: o.StatsJson = None,
+    temperature: o.Temperature = SamplingOptions.temperature,
+    top_k: o.TopK = SamplingOptions.top_k,
+    top_p: o.TopP = SamplingOptions.top_p,
+    min_p: o.MinP = SamplingOptions.min_p,
+    seed: o.Seed = -1,
+    spec_type: o.SpecType = SpeculationOptions.type,
+    draft_max: o.DraftMax = None,
+    draft_min: o.DraftMin = SpeculationOptions.n_min,
+    draft_p_min: o.DraftPMin = SpeculationOptions.p_min,
+    verify: o.Verify = SpeculationOptions.verify,
+    ctx_size: o.CtxSize = ModelOptions.n_ctx,
+    batch_size: o.BatchSize = ModelOptions.n_batch,
+    ubatch_size: o.UbatchSize = ModelOptions.n_ubatch,
+    threads: o.Threads = ModelOptions.n_threads,
+    threads_batch: o.ThreadsBatch = ModelOptions.n_threads_batch,
+    threads_draft: o.ThreadsDraft = None,
+    threads_batch_draft: o.ThreadsBatchDraft = None,
+    gpu_layers: o.GpuLayers = ModelOptions.n_gpu_layers,
+    gpu_layers_draft: o.GpuLayersDraft = ModelOptions.n_gpu_layers,
+    flash_attn: o.FlashAttn = ModelOptions.flash_attn,
+    cache_type_k: o.CacheTypeK = ModelOptions.cache_type_k,
+    cache_type_v: o.CacheTypeV = ModelOptions.cache_type_v,
+    cache_type_k_draft: o.CacheTypeKDraft = ModelOptions.cache_type_k,
+    cache_type_v_draft: o.CacheTypeVDraft = ModelOptions.cache_type_v,
+    verbose: o.Verbose = False,
+    debug: o.Debug = False,
+) -> None:
+    """Complete a prompt, faster with a draft, with the target's own words."""
+    generation = GenerationOptions(n_predict, tuple(stops or ()))
+    kind, note = map_spec_type(spec_type)
+    target = ModelOptions(
+        path=model or Path(),
+        n_ctx=ctx_size,
+        n_batch=batch_size,
+        n_ubatch=ubatch_size,
+        n_threads=threads,
+        n_threads_batch=threads_batch,
+        n_gpu_layers=gpu_layers,
+        flash_attn=flash_attn,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
+    draft = dataclasses.replace(
+        target,
+        path=draft_model or Path(),
+        n_ctx=None,
+        n_threads=_first(threads_draft, threads),
+        n_threads_batch=_first(threads_batch_draft, threads_draft, threads_batch),
+        n_gpu_layers=gpu_layers_draft,
+        cache_type_k=cache_type_k_draft,
+        cache_type_v=cache_type_v_draft,
+    )
+    sampling = SamplingOptions(
+        temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos
+    )
+    n_max = SpeculationOptions.n_max if draft_max is None else draft_max
+    settings = Settings(target, draft, sampling, SpeculationOptions(kind, n_max, draft_min, draft_p_min, verify))
+    if raw and system is not None:
+        raise ConfigError("-sys was given with --raw, which has no place for a system message; leave one out")
+    answer = _Answer(read_prompt(prompt, file), system, raw, generation, _JsonSink(stats_json))
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        renderer = stack.enter_context(_renderer(stats_json == "-", show_stats))
+        if note:
+            renderer.notice(note)
+        settings = resolve_models(settings, model is not None, draft_model is not None, renderer.notice, interrupt)
+        if verbose:
+            _show_log()
+        reason = _generate(settings, answer, renderer, interrupt)
+    if reason == "cancelled":
+        raise typer.Exit(Cancelled.exit_code)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """What is asked for: the prompt and where its answer ends and goes."""
+
+    text: str
+    system: str | None
+    raw: bool
+    generation: GenerationOptions
+    json: _JsonSink
+
+    def prompt_ids(self, session: Session, renderer: Renderer) -> list[int]:
+        """Token ids, through the chat template unless ``--raw`` was given or the model has none."""
+        if self.raw or session.template is None:
+            if not self.raw:
+                renderer.notice("the model has no chat template: the text is completed as is")
+                if self.system is not None:
+                    raise ConfigError("-sys was given, but the model has no chat template to put it in; leave it out")
+            return session.text_ids(self.text)
+        from specli.chat import Message
+
+        system = [Message("system", self.system)] if self.system is not None else []
+        return session.chat_ids([*system, Message("user", self.text)])
+
+
+class _JsonSink:
+    """``--stats-json``: a file, ``-`` for stdout, or nowhere. Looked at before anything is loaded."""
+
+    def __init__(self, target: str | None) -> None:
+        self._target = target
+        path = Path(target) if target not in (None, "-") else None
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"--stats-json {path} cannot be written: it is a folder, or its folder does not exist")
+
+    def write(self, session: Session, stats: Stats, text: str) -> None:
+        """Write the object, whole. Raises ``ConfigError`` when the file cannot be written."""
+        if self._target is None:
+            return
+        speculation = session.speculation
+        figures = {
+            "text": text,
+            **stats.as_dict(),
+            "seed": session.seed,
+            "verify": speculation.verify,
+            "speculating": speculation.active,
+            "reason": speculation.reason or None,
+        }
+        data = json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n"
+        if self._target == "-":
+            sys.stdout.write(data)
+            return
+        try:
+            Path(self._target).write_text(data, "utf-8")
+        except OSError as error:
+            raise ConfigError(f"--stats-json {self._target} cannot be written: {error.strerror}") from error
+
+
+def _generate(settings: Settings, answer: _Answer, renderer: Renderer, interrupt: Interrupt) -> FinishReason | None:
+    """Load, generate, show; why generation ended."""
+    from specli.session import Hooks, Session
+    from specli.stats import Stats
+
+    hooks = Hooks(renderer.progress, renderer.notice, interrupt)
+    with Session(settings, hooks) as session:
+        renderer.begin(session.speculation)
+        accepted_at_s = time.perf_counter()
+        stats, text = Stats(load_s=session.load_s), []
+        prompt = answer.prompt_ids(session, renderer)
+        for event in session.generate(prompt, answer.generation, accepted_at_s):
+            stats.observe(event)
+            renderer.on_event(event, stats)
+            if isinstance(event, Text):
+                text.append(event.text)
+        answer.json.write(session, stats, "".join(text))
+    return stats.finish_reason
+
+
+def _show_log() -> None:
+    from specli.engine.log import LOG
+
+    LOG.verbose = True
+
+
+def _renderer(json_on_stdout: bool, show_stats: bool) -> Renderer:
+    """The live renderer on a terminal (with the summary), plain text on a pipe, nothing on stdout under JSON."""
+    from specli.render.choose import choose
+
+    stdout = open(os.devnull, "w", encoding="utf-8") if json_on_stdout else sys.stdout  # noqa: PTH123, SIM115
+    show_summary = show_stats or (stdout.isatty() and sys.stderr.isatty())
+    return choose(stdout, sys.stderr, os.environ, show_summary=show_summary)
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,1 @@
+"""Who proposes tokens: a smaller model, the text so far, or nobody."""

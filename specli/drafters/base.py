@@ -1,0 +1,85 @@
+"""The drafter protocol and what a drafter hands to the verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specli.sampling import Distribution
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What drafters and verifiers may know of a sequence.
+
+    ``tokens`` are the committed ids, prompt first; the next token has position ``len(tokens)``. ``rng`` is the
+    sequence's own stream of coins; ``seed`` feeds the counter-based noise of coupled sampling.
+    """
+
+    id: int
+    tokens: list[int]
+    seed: int = 0
+    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A chain of ``k >= 0`` proposed tokens.
+
+    ``ids``: int ids, length k. ``distributions[i]`` is the ``Distribution`` that ``ids[i]`` was drawn from, or None
+    for a point mass (n-gram, greedy and coupled drafts). ``confidence``: float64 ``(k,)``, the drafter's own estimate
+    of being right, known before verification (draft model: top-1 probability over its raw top 10, as llama.cpp), or
+    None where nobody asked for it. ``parents``: int ``(k,)`` for a tree of candidates, None for a chain.
+    """
+
+    ids: Sequence[int] = ()
+    distributions: Sequence[Distribution | None] = ()
+    confidence: NDArray[np.float64] | None = None
+    parents: NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+EMPTY = Draft()
+
+
+class Choice(NamedTuple):
+    """A drafted token, and what it was drawn from (None: a point mass)."""
+
+    token: int
+    distribution: Distribution | None
+
+
+class Chooser(Protocol):
+    """How a draft model draws its tokens, so that the verifier can judge them. Verifiers implement this.
+
+    ``is_sampled``: whether a draw is random. A sampled draft must be verified to its last token; a draft that is a
+    point mass (greedy, coupled, n-gram) may be thrown away whole (proof by enumeration in the tests).
+    """
+
+    is_sampled: bool
+
+    def choose(self, row: NDArray[np.float32], sequence: SequenceState, position: int) -> Choice:
+        """Draw the draft's token for ``position`` from its logits row, float32 ``(n_vocab,)``."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens for several sequences at once."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in a draft model's passes so far; 0.0 for drafters without one."""
+
+    def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
+        """At most ``budgets[i]`` tokens for ``sequences[i]``. An empty draft is a normal answer."""
+
+    def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """``tokens`` have just been appended to ``sequence.tokens`` (the prompt, on the first call)."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence has ended; drop what is kept for it."""

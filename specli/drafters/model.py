@@ -1,0 +1,143 @@
+"""A smaller model as drafter: its own engine, a lazy cache, one batch per step for all sequences.
+
+The cache holds a prefix of the committed tokens, at most all but the last, and lags behind while nobody drafts; the
+next proposal first feeds what is missing. Rejected tokens leave it by rollback, so nothing is evaluated twice
+(llama.cpp's own loop feeds every verified batch through the draft again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specli.drafters.base import EMPTY, Chooser, Draft, SequenceState
+from specli.engine.base import Engine, Row, Slice
+from specli.sampling import Distribution, top_probability
+
+
+class _Chain:
+    """The draft of one sequence while it grows."""
+
+    def __init__(self, state: SequenceState, budget: int) -> None:
+        self.state, self.budget = state, budget
+        self.ids: list[int] = []
+        self.distributions: list[Distribution | None] = []
+        self.confidence: list[float] = []
+        self.is_open = budget > 0
+
+
+class ModelDrafter:
+    """Drafts with ``engine``, drawing tokens as ``chooser`` (the verifier) says.
+
+    ``p_min``: stop before a position whose confidence is below it (llama.cpp ``--spec-draft-p-min``). ``n_min``
+    (``--spec-draft-n-min``): a draft that is a point mass is dropped whole when shorter; a sampled draft may not be
+    dropped, since throwing drawn tokens away is biased, so there it only forbids ``p_min`` to stop earlier.
+    ``end_ids``: the target's; nothing is drafted behind one. ``n_vocab``: the target's; higher ids are never drafted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chooser: Chooser,
+        n_vocab: int,
+        end_ids: frozenset[int] = frozenset(),
+        n_min: int = 0,
+        p_min: float = 0.0,
+    ) -> None:
+        self._engine, self._chooser, self._end_ids = engine, chooser, end_ids
+        self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
+        self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in the draft model's passes."""
+        return self._engine.busy_s
+
+    def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
+        """Draft for all sequences in step. Raises ``Cancelled`` while feeding a long history."""
+        chains = [_Chain(state, self._fitting(state, budget)) for state, budget in zip(sequences, budgets, strict=True)]
+        growing = [chain for chain in chains if chain.is_open]
+        rows = self._catch_up(growing)
+        while growing:
+            for chain, row in zip(growing, rows, strict=True):
+                self._extend(chain, row)
+            growing = [chain for chain in growing if chain.is_open]
+            rows = self._step(growing)
+        return [self._finished(chain) for chain in chains]
+
+    def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """Keep what the target confirmed of the drafted tokens in the cache; roll the rest back."""
+        drafted = self._drafted.pop(sequence.id, [])
+        n_kept = 0
+        while n_kept < min(len(drafted), len(tokens)) and drafted[n_kept] == tokens[n_kept]:
+            n_kept += 1
+        n_past = self._engine.n_past(sequence.id)
+        n_valid = min(n_past - len(drafted) + n_kept, len(sequence.tokens) - 1)
+        if n_valid < n_past:
+            self._engine.rollback(sequence.id, n_valid)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Empty the sequence's cache."""
+        self._drafted.pop(sequence.id, None)
+        self._engine.rollback(sequence.id, 0)
+
+    def _fitting(self, state: SequenceState, budget: int) -> int:
+        """The part of ``budget`` that the draft's own context and vocabulary allow.
+
+        Drafting k tokens puts the committed tokens and k - 1 drafted ones into the draft's cache.
+        """
+        n_past = self._engine.n_past(state.id)
+        if any(token >= self._engine.n_vocab for token in state.tokens[n_past:]):
+            return 0
+        return min(budget, self._engine.n_ctx - len(state.tokens) + 1)
+
+    def _catch_up(self, chains: Sequence[_Chain]) -> list[Row]:
+        """Feed what the caches lack, all of it but the last batch without rows; the rows that start the drafts."""
+        for chain in chains:
+            state = chain.state
+            while len(state.tokens) - (start := self._engine.n_past(state.id)) > self._engine.n_batch // len(chains):
+                chunk = state.tokens[start : start + self._engine.n_batch // len(chains)]
+                self._engine.evaluate([Slice(state.id, chunk, start, 0)], interruptible=True)
+        slices = []
+        for chain in chains:
+            start = self._engine.n_past(chain.state.id)
+            slices.append(Slice(chain.state.id, chain.state.tokens[start:], start, 1))
+        return self._evaluate(slices, interruptible=True)
+
+    def _step(self, chains: Sequence[_Chain]) -> list[Row]:
+        """Evaluate the newest drafted token of each chain."""
+        slices = []
+        for chain in chains:
+            token = chain.ids[-1]
+            slices.append(Slice(chain.state.id, [token], self._engine.n_past(chain.state.id), 1))
+            self._drafted.setdefault(chain.state.id, []).append(token)
+        return self._evaluate(slices)
+
+    def _evaluate(self, slices: Sequence[Slice], interruptible: bool = False) -> list[Row]:
+        if not slices:
+            return []
+        return [rows[0] for rows in self._engine.evaluate(slices, interruptible).rows]
+
+    def _extend(self, chain: _Chain, row: Row) -> None:
+        """Draw the next token, or close the chain before it is drawn; never after."""
+        row = row[: self._n_vocab]
+        if self._p_min > 0:
+            confidence = top_probability(row)
+            may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
+            if confidence < self._p_min and may_stop:
+                chain.is_open = False
+                return
+            chain.confidence.append(confidence)
+        position = len(chain.state.tokens) + len(chain.ids)
+        choice = self._chooser.choose(row, chain.state, position)
+        chain.ids.append(choice.token)
+        chain.distributions.append(choice.distribution)
+        chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids
+
+    def _finished(self, chain: _Chain) -> Draft:
+        is_short = len(chain.ids) < self._n_min
+        if not chain.ids or (is_short and not self._chooser.is_sampled):
+            return EMPTY
+        confidence = np.asarray(chain.confidence) if chain.confidence else None
+        return Draft(chain.ids, chain.distributions, confidence)

@@ -1,0 +1,230 @@
+"""N-gram drafting: propose what followed the longest earlier match of the text's end. No model, no weights.
+
+The idea is prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). Counting the
+continuations and refusing thin or contradicted matches is llama.cpp's ``common/ngram-cache.cpp`` (sizes 1 to 4, fixed
+thresholds). Added here: thresholds learned from the sequence itself, copies that go on behind an edited token, and an
+estimate of being right for every proposed token.
+
+    index       per size n a table: last n ids -> where they were continued last, and how often
+    longest     the largest size that knows the suffix decides; of its continuations the most frequent wins, ties go
+                to the most recent; unless it has two thirds of the occurrences, nothing is proposed
+    repair      no size matches and a copy has just met an edited token: the copy is assumed to go on behind it
+    hit rate    each committed token is first compared with the one foretold; every kind of match (its size, seen once
+                or more often) keeps a hit rate with a prior and exponential forgetting, also while it is not trusted
+    chain       a drafted token extends the suffix, and the next one is looked up from there
+
+Measured with the default sizes (4 to 2, one core, Python 3.11): 16 tokens are proposed in 29 us after 1k tokens of
+history and in 29 to 34 us after 128k, all tokens equal included; a prompt is indexed at 0.1 to 0.2 s per 100k tokens,
+an output token committed in 2 to 3 us; the index takes up to 310 bytes per token of new text, 10 of repeated text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specli.drafters.base import EMPTY, Draft, SequenceState
+from specli.errors import ConfigError
+
+# Ids are packed into keys of 20 bits each: three fit the 60 bits of a small int. A larger id would blur two keys and
+# cost a wrong guess, never a wrong text.
+_ID_BITS = 20
+_POSITION = (1 << 32) - 1  # low bits of a table's int entry; above them is the number of occurrences, minus one
+_ONCE_MORE = 1 << 32
+
+# Priors, from 8,079 output tokens of 39 answers (JSON extraction, renaming, copy-editing, lists, prose, code): a match
+# of n tokens was wrong in 0.8/n of the cases if seen once, in 0.4/n if seen more often (measured for n = 2, 3, 4, 8:
+# 0.40, 0.28, 0.20, 0.11 and 0.20, 0.14, 0.07, 0.01). The first token of a repair was right in 0.25, the next in 0.61.
+_WRONG_ONCE, _WRONG_OFTEN = 0.8, 0.4
+_REPAIR_PRIOR = (0.3, 0.6)
+_PRIOR_WEIGHT = 4.0  # observations that a prior counts for
+_MEMORY = 0.95  # of the hit statistics, per observation: the last 20 count
+_STREAK_CAP = 32  # tokens
+
+
+@dataclass(slots=True)
+class _Split:
+    """An n-gram with several continuations: the best one, kept up to date at each occurrence, so never searched."""
+
+    position: int  # the latest occurrence of the best continuation
+    best: int  # its count
+    total: int
+    counts: dict[int, int]  # token -> occurrences
+
+
+class _Match(NamedTuple):
+    """The longest match of a suffix: ``position`` of its best continuation, ``seen`` of ``total`` times."""
+
+    position: int
+    size: int  # tokens; 0 is a repair
+    seen: int
+    total: int
+
+    @property
+    def kind(self) -> int:
+        """Which hit statistics it belongs to: by size, and seen once or more often."""
+        return 2 * self.size + (self.seen > 1)
+
+
+class _History:
+    """One sequence: its tokens, the index over them, and how well the index foretold them."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.tables: list[tuple[int, int, dict[int, int | _Split]]] = [
+            (size, (1 << _ID_BITS * size) - 1, {}) for size in sizes
+        ]
+        self.suffix = 0  # the last sizes[0] ids, packed
+        self.streak = 0  # tokens foretold rightly in a row
+        self.source = -1  # the copied text's position that answers to the next token; -1: nothing is being copied
+        self.edited = False  # whether the last token differed from the copied text
+        self.hits = [0.0] * (2 * sizes[0] + 2)
+        self.tries = [0.0] * (2 * sizes[0] + 2)
+
+    def pushed(self, suffix: int, token: int) -> int:
+        """``suffix`` with ``token`` behind it and its first id dropped."""
+        return (suffix << _ID_BITS | token) & self.tables[0][1]
+
+    def append(self, token: int) -> None:
+        """Index one token under each size and make it the end of the text."""
+        tokens, suffix, position = self.tokens, self.suffix, len(self.tokens)
+        for size, mask, table in self.tables:
+            if position < size:
+                continue
+            key = suffix & mask
+            entry = table.get(key)
+            if entry is None:
+                table[key] = position
+            elif isinstance(entry, int):
+                if (old := tokens[entry & _POSITION]) == token:
+                    table[key] = (entry & ~_POSITION) + _ONCE_MORE + position
+                else:
+                    count = (entry >> 32) + 1
+                    best = position if count == 1 else entry & _POSITION
+                    table[key] = _Split(best, count, count + 1, {old: count, token: 1})
+            else:
+                count = entry.counts[token] = entry.counts.get(token, 0) + 1
+                entry.total += 1
+                if count >= entry.best:
+                    entry.best, entry.position = count, position
+        tokens.append(token)
+        self.suffix = self.pushed(suffix, token)
+
+    def longest(self, suffix: int) -> _Match | None:
+        """The longest n-gram at the end of ``suffix`` that has been seen, whatever its evidence."""
+        for size, mask, table in self.tables:
+            entry = table.get(suffix & mask)
+            if isinstance(entry, int):
+                count = (entry >> 32) + 1
+                return _Match(entry & _POSITION, size, count, count)
+            if entry is not None:
+                return _Match(entry.position, size, entry.best, entry.total)
+        return None
+
+    def match(self, suffix: int, source: int, edited: bool) -> _Match | None:
+        """What continues ``suffix``: the longest match unless contradicted, else the copy from ``source`` resumed."""
+        found = self.longest(suffix)
+        if found is not None:
+            return found if 3 * found.seen >= 2 * found.total else None
+        if 0 <= source < len(self.tokens):
+            return _Match(source, 0, 1 if edited else 2, 2)
+        return None
+
+    def hit_rate(self, match: _Match, streak: int) -> float:
+        """Estimated chance, in (0, 1), that ``match`` is right after ``streak`` right ones."""
+        if match.size == 0:
+            prior = _REPAIR_PRIOR[match.seen - 1]
+        else:
+            length = max(match.size, min(streak, _STREAK_CAP)) if match.size == self.tables[0][0] else match.size
+            prior = 1.0 - (_WRONG_ONCE if match.seen == 1 else _WRONG_OFTEN) / length
+        return (_PRIOR_WEIGHT * prior + self.hits[match.kind]) / (_PRIOR_WEIGHT + self.tries[match.kind])
+
+    def learn(self, token: int) -> None:
+        """Compare the next real token with the one foretold, before it is appended."""
+        match = self.match(self.suffix, self.source, self.edited)
+        if match is None:
+            self.streak, self.source = 0, -1
+            return
+        hit = self.tokens[match.position] == token
+        self.hits[match.kind] = _MEMORY * self.hits[match.kind] + hit
+        self.tries[match.kind] = _MEMORY * self.tries[match.kind] + 1.0
+        self.streak = self.streak + 1 if hit else 0
+        gave_up = not hit and match.size == 0 and self.edited
+        self.source = -1 if gave_up else match.position + 1
+        self.edited = not hit
+
+
+class NgramDrafter:
+    """Drafts by looking the end of the text up in the text itself (prompt and output). Point masses, no model.
+
+    ``end_ids``: end-of-generation ids; a draft ends behind the first one. ``n_min`` (``--spec-draft-n-min``): a
+    shorter draft is dropped whole, as a point mass may be. ``p_min`` (``--spec-draft-p-min``) and ``min_hit_rate``:
+    a token is proposed while its estimated chance of being right reaches both. ``size_max``, ``size_min``: sizes of
+    the n-grams in tokens, longest first. Raises ``ConfigError`` for sizes that make no sense.
+
+    Defaults, from simulated greedy rounds over 47 answers: sizes above 4 or below 2 gained nothing; ``min_hit_rate``
+    0.3, 0.4 and 0.5 were within 1% at K = 3; a long fixed K wants it higher, a controller or a GPU lower.
+    """
+
+    busy_s = 0.0
+
+    def __init__(
+        self,
+        end_ids: frozenset[int] = frozenset(),
+        n_min: int = 0,
+        p_min: float = 0.0,
+        *,
+        min_hit_rate: float = 0.5,
+        size_max: int = 4,
+        size_min: int = 2,
+    ) -> None:
+        if not 1 <= size_min <= size_max:
+            raise ConfigError(f"n-gram sizes from {size_min} to {size_max} tokens; expected 1 <= size_min <= size_max")
+        self._end_ids, self._n_min, self._floor = end_ids, n_min, max(p_min, min_hit_rate)
+        self._sizes = range(size_max, size_min - 1, -1)
+        self._histories: dict[int, _History] = {}
+
+    def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
+        """At most ``budgets[i]`` tokens for ``sequences[i]``; an unknown sequence gets none.
+
+        ``confidence`` is float64 ``(k,)``: per position, the chance of being right given that all before it were.
+        """
+        return [self._draft(sequence.id, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def _draft(self, sequence_id: int, budget: int) -> Draft:
+        history = self._histories.get(sequence_id)
+        if history is None:
+            return EMPTY
+        suffix, streak, source, edited = history.suffix, history.streak, history.source, history.edited
+        ids: list[int] = []
+        rates: list[float] = []
+        while len(ids) < budget:
+            match = history.match(suffix, source, edited)
+            if match is None or (rate := history.hit_rate(match, streak)) < self._floor:
+                break
+            token = history.tokens[match.position]
+            ids.append(token)
+            rates.append(rate)
+            if token in self._end_ids:
+                break
+            suffix, streak, source, edited = history.pushed(suffix, token), streak + 1, match.position + 1, False
+        return Draft(ids, [None] * len(ids), np.array(rates)) if len(ids) >= max(1, self._n_min) else EMPTY
+
+    def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """Index ``tokens``; all but the first call (the prompt) also teach the hit rates. O(sizes) per token."""
+        history = self._histories.get(sequence.id)
+        if history is None:
+            history = self._histories[sequence.id] = _History(self._sizes)
+            for token in tokens:
+                history.append(token)
+            return
+        for token in tokens:
+            history.learn(token)
+            history.append(token)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the sequence's index and statistics."""
+        self._histories.pop(sequence.id, None)

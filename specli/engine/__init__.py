@@ -1,0 +1,1 @@
+"""The only room that knows llama.cpp, and the shipped fake that behaves like it."""

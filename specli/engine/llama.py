@@ -1,0 +1,313 @@
+"""llama.cpp as an ``Engine``, over the low-level functions of llama-cpp-python 0.3.36.
+
+The high-level ``Llama`` class is not used: it copies every logits row, holds one sequence, and drops pieces of more
+than 32 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from specli.config import CACHE_TYPES, CONTEXT_CAP, ModelOptions
+from specli.engine.base import CacheLedger, CancelCheck, Evaluation, Rows, Slice
+from specli.engine.log import LOG
+from specli.errors import Cancelled, EngineError, ModelLoadError, RollbackUnsupported
+
+ProgressFunction = Callable[[float], None]  # a fraction in [0, 1]
+
+_GGML_TYPES = {name: getattr(llama_cpp, f"GGML_TYPE_{name.upper()}", 30) for name in CACHE_TYPES}  # 30 = BF16
+_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+_GPU_LAYERS = {"auto": -1, "all": -2}
+_NO_SLOT, _ABORTED = 1, 2  # llama_decode's return codes
+
+
+class LlamaModel:
+    """Weights and vocabulary of one GGUF file; contexts (``LlamaEngine``) share them."""
+
+    def __init__(self, options: ModelOptions, on_progress: ProgressFunction, cancelled: CancelCheck) -> None:
+        """Load the weights. Raises ``ModelLoadError`` or ``Cancelled``."""
+        self.options = options
+        self._handle: int | None = None
+        self._pieces: dict[int, bytes] = {}
+        self._piece_buffer = ctypes.create_string_buffer(512)
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = int(_GPU_LAYERS.get(options.n_gpu_layers, options.n_gpu_layers))
+
+        def report(fraction: float, _user_data: object) -> bool:
+            on_progress(fraction)
+            return not cancelled()  # False makes llama.cpp stop; a KeyboardInterrupt here would be swallowed
+
+        params.progress_callback = callback = llama_cpp.llama_progress_callback(report)
+        LOG.clear()
+        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(options.path), params)
+        del callback
+        if cancelled():
+            self.close()
+            raise Cancelled(f"stopped while loading {options.label}")
+        if not self._handle:
+            raise ModelLoadError(f"llama.cpp could not load {options.path}: {LOG.last_error() or 'it gave no reason'}")
+        self._vocab = llama_cpp.llama_model_get_vocab(self._handle)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(self._handle)
+        self.n_swa: int = llama_cpp.llama_model_n_swa(self._handle)
+        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)  # -1: none
+        self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
+        is_eog = llama_cpp.llama_vocab_is_eog
+        self.end_ids = frozenset(token for token in range(self.n_vocab) if is_eog(self._vocab, token))
+
+    @property
+    def handle(self) -> int:
+        """llama.cpp's model pointer. Raises ``EngineError`` after ``close``."""
+        if self._handle is None:
+            raise EngineError("the model was closed")
+        return self._handle
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``.
+
+        ``add_special`` adds BOS and EOS as the file says; only with ``parse_special`` does control text in it become
+        control tokens.
+        """
+        data = text.encode("utf-8")
+        size = len(data) + 8
+        while True:
+            ids = (llama_cpp.llama_token * size)()
+            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, size, add_special, parse_special)
+            if n >= 0:
+                return list(ids[:n])
+            size = -n
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, however many; control tokens are empty."""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._read_piece(token)
+        return found
+
+    def _read_piece(self, token: int) -> bytes:
+        buffer = self._piece_buffer
+        n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:n]
+
+    def token_text(self, token: int) -> str:
+        """The text that the vocabulary lists for ``token`` (control tokens too)."""
+        text: bytes | None = llama_cpp.llama_vocab_get_text(self._vocab, token)
+        return (text or b"").decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Free the weights. Contexts must be closed before."""
+        if self._handle:
+            llama_cpp.llama_model_free(self._handle)
+            self._handle = None
+
+
+class LlamaEngine(CacheLedger):
+    """A context: caches for ``n_sequences`` sequences over the weights of ``model``.
+
+    ``n_rows_max`` logits rows can be asked for at once. ``can_roll_back`` was tried out at construction, by the
+    two-token pass that also warms the model up. ``n_batch`` is what one evaluate takes: llama.cpp's physical batch, so
+    that an interrupt waits for one of them at most.
+    """
+
+    def __init__(
+        self, model: LlamaModel, options: ModelOptions, n_rows_max: int, cancelled: CancelCheck, n_sequences: int = 1
+    ) -> None:
+        """Allocate the caches. Raises ``EngineError`` (memory) or ``Cancelled``."""
+        n_ctx = _context_length(options.n_ctx, model.n_ctx_train)
+        n_ubatch = min(options.n_ubatch, options.n_batch, n_ctx)
+        n_rows_max = max(n_rows_max, n_sequences)
+        super().__init__(n_ctx, n_ubatch, n_rows_max, n_sequences, model.n_vocab)
+        self.busy_s = 0.0
+        self.model = model
+        self._cancelled = cancelled
+        self._batch = _Batch(n_ubatch)
+        self._rows: Rows | None = None
+        self._rows_address = 0
+        self._context: int | None = None
+        LOG.clear()
+        self._context = llama_cpp.llama_init_from_model(model.handle, self._params(options, n_ubatch))
+        if not self._context:
+            raise EngineError(
+                f"llama.cpp could not make a context of {n_ctx} tokens for {options.label}: "
+                f"{LOG.last_error() or 'it gave no reason'}; try a smaller -c, -ctk q8_0 -ctv q8_0, or a smaller -ngl"
+            )
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._abort = llama_cpp.ggml_abort_callback(lambda _data: cancelled())
+        self._no_abort = llama_cpp.ggml_abort_callback()
+        self.can_roll_back = self._probe_rollback()
+
+    def _params(self, options: ModelOptions, n_ubatch: int) -> llama_cpp.llama_context_params:
+        params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, n_ubatch, n_ubatch
+        params.n_seq_max, params.kv_unified = self.n_sequences, self.n_sequences > 1
+        params.n_outputs_max = self.n_rows_max
+        threads = _threads(options.n_threads, physical_cores())
+        params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)
+        params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
+        params.type_k, params.type_v = _GGML_TYPES[options.cache_type_k], _GGML_TYPES[options.cache_type_v]
+        params.no_perf = True
+        return params
+
+    def evaluate(self, slices: Sequence[Slice], interruptible: bool = False) -> Evaluation:
+        """See ``Engine.evaluate``. Rows are views of llama.cpp's own buffer."""
+        self.check(slices)
+        batch, n_rows = self._batch.fill(slices), sum(part.n_rows for part in slices)
+        if interruptible:  # a Python callback costs 7% of a short pass: only where a pass is long
+            llama_cpp.llama_set_abort_callback(self._context, self._abort, None)
+        started_s = time.perf_counter()
+        code = llama_cpp.llama_decode(self._context, batch)
+        if n_rows and code == 0:
+            self._map_rows(llama_cpp.llama_get_logits(self._context))  # waits for the device
+        else:
+            llama_cpp.llama_synchronize(self._context)
+        self.busy_s += time.perf_counter() - started_s
+        if interruptible:
+            llama_cpp.llama_set_abort_callback(self._context, self._no_abort, None)
+        if code != 0:
+            self._fail(code, slices)
+        self.advance(slices)
+        return Evaluation(self._split_rows(slices))
+
+    def rollback(self, sequence: int, n_past: int) -> None:
+        """See ``Engine.rollback``."""
+        self.cut(sequence, n_past)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, n_past, -1):
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            self.cut(sequence, 0)
+            raise RollbackUnsupported(
+                f"the memory of {self.model.options.label} cannot drop its last tokens; use --spec-type none"
+            )
+        lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
+        if self.model.n_swa and n_past and lowest > max(0, n_past - self.model.n_swa):
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            self.cut(sequence, 0)
+            raise RollbackUnsupported(
+                f"the sliding-window cache of {self.model.options.label} no longer holds what position {n_past} needs; "
+                "the sequence was cleared and must be evaluated again"
+            )
+
+    def close(self) -> None:
+        """Free the context; the weights stay."""
+        if self._context:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+
+    def _probe_rollback(self) -> bool:
+        """Evaluate two tokens and drop one, as llama.cpp's ``common_context_can_seq_rm`` does; also a warm-up."""
+        token = self.model.bos if 0 <= self.model.bos < self.n_vocab else 0
+        n_tokens = min(2, self.n_ctx, self.n_batch)
+        self.evaluate([Slice(0, [token] * n_tokens, 0, 1)], interruptible=True)
+        removed = bool(llama_cpp.llama_memory_seq_rm(self._memory, 0, n_tokens - 1, -1))
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self.cut(0, 0)
+        self.busy_s = 0.0
+        return removed
+
+    def _map_rows(self, pointer: ctypes._Pointer[ctypes.c_float]) -> None:
+        """Make ``self._rows`` a view of the logits buffer; its address seldom changes."""
+        address = ctypes.addressof(pointer.contents)
+        if self._rows is None or self._rows_address != address:
+            self._rows = np.ctypeslib.as_array(pointer, (self.n_rows_max, self.n_vocab))
+            self._rows_address = address
+
+    def _split_rows(self, slices: Sequence[Slice]) -> list[Rows]:
+        """Cut the contiguous rows, which are in batch order, into one view per slice."""
+        if self._rows is None:
+            return [np.empty((0, self.n_vocab), np.float32) for _ in slices]
+        rows, first = [], 0
+        for part in slices:
+            rows.append(self._rows[first : first + part.n_rows])
+            first += part.n_rows
+        return rows
+
+    def _fail(self, code: int, slices: Sequence[Slice]) -> None:
+        """Drop what a failed batch left in the caches and raise."""
+        for part in slices:
+            if not llama_cpp.llama_memory_seq_rm(self._memory, part.sequence, part.start, -1):
+                llama_cpp.llama_memory_seq_rm(self._memory, part.sequence, -1, -1)
+                self.cut(part.sequence, 0)
+        if code == _ABORTED and self._cancelled():
+            raise Cancelled("stopped during evaluation")
+        if code == _NO_SLOT:
+            raise EngineError(f"llama.cpp found no free cache cells for {slices[0].start} tokens; raise -c")
+        raise EngineError(f"llama.cpp failed to evaluate (code {code}): {LOG.last_error() or 'it gave no reason'}")
+
+
+class _Batch:
+    """One ``llama_batch`` kept for good, its arrays owned by numpy and written through views."""
+
+    def __init__(self, n_tokens_max: int) -> None:
+        self._token: NDArray[np.int32] = np.zeros(n_tokens_max, np.int32)
+        self._position: NDArray[np.int32] = np.zeros(n_tokens_max, np.int32)
+        self._n_seq_id: NDArray[np.int32] = np.ones(n_tokens_max, np.int32)
+        self._sequence: NDArray[np.int32] = np.zeros(n_tokens_max, np.int32)
+        self._wants_row: NDArray[np.int8] = np.zeros(n_tokens_max, np.int8)
+        addresses = self._sequence.ctypes.data + 4 * np.arange(n_tokens_max, dtype=np.uintp)
+        self._sequence_pointers: NDArray[np.uintp] = addresses  # llama.cpp wants a pointer per token
+        self._batch = llama_cpp.llama_batch(
+            token=_pointer(self._token, llama_cpp.llama_token),
+            pos=_pointer(self._position, llama_cpp.llama_pos),
+            n_seq_id=_pointer(self._n_seq_id, ctypes.c_int32),
+            seq_id=_pointer(self._sequence_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),
+            logits=_pointer(self._wants_row, ctypes.c_int8),
+        )
+
+    def fill(self, slices: Sequence[Slice]) -> llama_cpp.llama_batch:
+        """Write ``slices`` one behind the other."""
+        first = 0
+        for part in slices:
+            end = first + len(part.tokens)
+            self._token[first:end] = part.tokens
+            self._position[first:end] = np.arange(part.start, part.start + len(part.tokens))
+            self._sequence[first:end] = part.sequence
+            self._wants_row[first:end] = 0
+            self._wants_row[end - part.n_rows : end] = 1
+            first = end
+        self._batch.n_tokens = first
+        return self._batch
+
+
+def _pointer(array: NDArray[np.generic], kind: type) -> object:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+
+def supports_gpu_offload() -> bool:
+    """Whether this build of llama.cpp can put layers on a GPU."""
+    return bool(llama_cpp.llama_supports_gpu_offload())
+
+
+def physical_cores() -> int:
+    """Physical cores, llama.cpp's default number of threads, within the CPUs that this process may use."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = set()
+    for cpu in allowed:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings").read_text())
+        except OSError:  # not Linux, or hidden by a container: no telling cores from threads
+            return len(allowed)
+    return len(siblings)
+
+
+def _threads(asked: int | None, default: int) -> int:
+    if asked is None:
+        return default
+    return asked if asked > 0 else os.cpu_count() or 1
+
+
+def _context_length(asked: int | None, trained: int) -> int:
+    if asked is None:
+        return min(trained, CONTEXT_CAP)
+    return asked or trained

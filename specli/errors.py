@@ -1,0 +1,61 @@
+"""Every failure that specli reports on purpose, and the exit code each one ends the command with.
+
+    SpecError                     1   anything below; one clear line, no traceback without --debug
+    ├── ConfigError               2   an option, prompt or template that cannot be used as given
+    ├── ModelLoadError            3   a model file that is missing, damaged, of the wrong kind, or too large
+    │   └── VocabMismatch         4   target and draft do not share token ids
+    ├── ContextOverflow           5   a prompt that does not fit the context
+    ├── EngineError               6   an evaluation that failed (device lost, NaN logits, cache full)
+    │   └── RollbackUnsupported   6   a memory that cannot drop its last tokens
+    └── Cancelled               130   Ctrl-C
+
+A message says what was found, what was expected, and what to do. ``tests/test_errors.py`` keeps this tree complete.
+"""
+
+from __future__ import annotations
+
+
+class SpecError(Exception):
+    """Base of every failure that the command line reports in one line."""
+
+    exit_code = 1
+
+
+class ConfigError(SpecError):
+    """An option, prompt or chat template that cannot be used as given."""
+
+    exit_code = 2
+
+
+class ModelLoadError(SpecError):
+    """A model file that is missing, damaged, of the wrong kind, or larger than the memory at hand."""
+
+    exit_code = 3
+
+
+class VocabMismatch(ModelLoadError):
+    """Target and draft do not share token ids, so a draft token would mean something else to the target."""
+
+    exit_code = 4
+
+
+class ContextOverflow(SpecError):
+    """A prompt longer than the context."""
+
+    exit_code = 5
+
+
+class EngineError(SpecError):
+    """An evaluation failed: the device, the cache, or the numbers."""
+
+    exit_code = 6
+
+
+class RollbackUnsupported(EngineError):
+    """The memory of this model cannot drop a tail (recurrent and hybrid architectures)."""
+
+
+class Cancelled(SpecError):
+    """The user asked to stop (Ctrl-C)."""
+
+    exit_code = 130

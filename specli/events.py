@@ -1,0 +1,107 @@
+"""What a generation tells its observers. Leaves: nothing here imports specli.
+
+Times are seconds. ``at_s`` marks are read from the clock that the decode loop was given. Times belong to the whole
+batch, counts to one sequence.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "eos", "cancelled"]
+
+
+class Provenance(enum.Enum):
+    """Who proposed a token. The target chose every one of them."""
+
+    DRAFT = "draft"  # proposed by a drafter, accepted by the target
+    TARGET = "target"  # the target's own: first token, recovered after a rejection, or bonus
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationState:
+    """Whether a session drafts, and why not if it does not. ``k``: the longest draft, in tokens."""
+
+    active: bool
+    reason: str  # empty while active
+    drafter: str  # "draft smollm2-135m-draft-q8_0.gguf", "n-gram"
+    k: int
+    verify: str
+    n_ctx: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The whole prompt is in the target's cache and the first token is known.
+
+    ``started_at_s`` is the moment the request was accepted (before tokenizing); ``prefill_s`` counts evaluation only.
+    """
+
+    sequence: int
+    n_prompt: int
+    started_at_s: float
+    at_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRound:
+    """One sequence's part of a round, in tokens. Draft tokens behind a cut (EOS, limit) are not counted."""
+
+    sequence: int
+    proposed: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """Propose, verify, roll back, once for every active sequence. ``host_s`` is what neither model's passes took."""
+
+    sequences: tuple[SequenceRound, ...]
+    at_s: float
+    draft_s: float
+    verify_s: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of characters with one provenance."""
+
+    text: str
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters that are final: no stop string and no unfinished character can take them back."""
+
+    sequence: int
+    spans: tuple[Span, ...]
+
+    @property
+    def text(self) -> str:
+        """The characters of all spans, joined."""
+        return "".join(span.text for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a sequence.
+
+    ``tokens`` are the ids that were kept: they describe the same cut as the text. ``n_cut`` ids at the tail were
+    emitted by rounds and then taken back, because a stop string began before them. ``stop`` is the stop string found.
+    """
+
+    sequence: int
+    reason: FinishReason
+    tokens: tuple[int, ...]
+    at_s: float
+    n_cut: int = 0
+    stop: str | None = None
+
+
+Event = PrefillDone | RoundDone | Text | Finished

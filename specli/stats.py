@@ -1,0 +1,195 @@
+"""Counters and clock marks of one sequence, and every figure derived from them, once.
+
+Definitions (the field's names; units in the name). Undefined is None, never NaN, inf or 0.
+
+    draft acceptance rate      accepted / proposed tokens
+    per-position acceptance    rounds with accepted length >= i / rounds that proposed >= i tokens
+    mean accepted length       accepted / rounds with k >= 1; without the recovered or bonus token, in [0, K]
+    block efficiency (tau)     tokens emitted by rounds / rounds, in [1, K+1]
+    TTFT (s)                   request accepted -> first token: tokenizing and prefill in, model loading out
+    TPOT (ms/token)            (t_last - t_first) / (n - 1); undefined for n = 1
+    decode rate (tok/s)        1000 / TPOT: prompt time is never inside
+    prefill rate (tok/s)       prompt tokens / seconds of evaluating them
+
+EOS counts as a token. Tokens taken back by a stop string count nowhere: not as tokens, not as proposed or accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specli.events import Event, Finished, FinishReason, PrefillDone, RoundDone, SequenceRound
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round's counts for this sequence, and when it ended (clock mark, s)."""
+
+    proposed: int
+    accepted: int
+    emitted: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class Stats:
+    """Feed it the events of one sequence with ``observe``; read the properties at any time."""
+
+    sequence: int = 0
+    load_s: float | None = None
+    n_prompt: int | None = None
+    started_at_s: float | None = None
+    first_at_s: float | None = None
+    prefill_s: float | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    tokens: tuple[int, ...] | None = None
+    _rounds: list[_Round] = field(default_factory=list)
+
+    def observe(self, event: Event) -> None:
+        """Count one event; events of other sequences are passed over."""
+        if isinstance(event, RoundDone):
+            for part in event.sequences:
+                if part.sequence == self.sequence:
+                    self._count_round(part, event)
+        elif event.sequence != self.sequence:
+            return
+        elif isinstance(event, PrefillDone):
+            self.n_prompt, self.started_at_s = event.n_prompt, event.started_at_s
+            self.first_at_s, self.prefill_s = event.at_s, event.prefill_s
+        elif isinstance(event, Finished):
+            self.finish_reason, self.tokens = event.reason, event.tokens
+            self._take_back(event.n_cut)
+
+    def _count_round(self, part: SequenceRound, event: RoundDone) -> None:
+        self._rounds.append(_Round(part.proposed, part.accepted, part.emitted, event.at_s))
+        self.draft_s += event.draft_s
+        self.verify_s += event.verify_s
+        self.host_s += event.host_s
+
+    def _take_back(self, n_cut: int) -> None:
+        """Remove ``n_cut`` tokens from the last rounds: tokens behind a cut are neither proposed nor accepted."""
+        while n_cut > 0 and self._rounds:
+            last = self._rounds[-1]
+            if n_cut >= last.emitted:
+                n_cut -= last.emitted
+                self._rounds.pop()
+                continue
+            last.emitted -= n_cut
+            last.accepted = min(last.accepted, last.emitted)
+            last.proposed = min(last.proposed, last.emitted)
+            n_cut = 0
+        if n_cut > 0:  # the first token itself was taken back
+            self.first_at_s = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds after the prefill."""
+        return len(self._rounds)
+
+    @property
+    def proposed(self) -> int:
+        """Draft tokens that the target judged."""
+        return sum(r.proposed for r in self._rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that the target accepted."""
+        return sum(r.accepted for r in self._rounds)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens generated so far, the prefill's first token included."""
+        return sum(r.emitted for r in self._rounds) + (self.first_at_s is not None)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / proposed tokens."""
+        return _ratio(self.accepted, self.proposed)
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Accepted tokens / rounds that proposed at least one."""
+        return _ratio(self.accepted, sum(r.proposed > 0 for r in self._rounds))
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Tokens emitted by rounds / rounds (tau)."""
+        return _ratio(sum(r.emitted for r in self._rounds), self.rounds)
+
+    @property
+    def per_position_acceptance(self) -> list[float]:
+        """For i = 1, 2, …: rounds with accepted length >= i / rounds that proposed >= i tokens."""
+        longest = max((r.proposed for r in self._rounds), default=0)
+        proposed, accepted = [0] * longest, [0] * longest
+        for r in self._rounds:
+            for i in range(r.proposed):
+                proposed[i] += 1
+                accepted[i] += i < r.accepted
+        return [a / p for a, p in zip(accepted, proposed, strict=True)]
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the accepted request to the first token."""
+        if self.first_at_s is None or self.started_at_s is None:
+            return None
+        return self.first_at_s - self.started_at_s
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Milliseconds per token after the first."""
+        if self.first_at_s is None or not self._rounds:
+            return None
+        seconds = _ratio(self._rounds[-1].at_s - self.first_at_s, self.n_tokens - 1)
+        return None if seconds is None else 1000 * seconds
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second after the first."""
+        tpot_ms = self.tpot_ms
+        return _ratio(1000, tpot_ms) if tpot_ms is not None else None
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        """Prompt tokens per second of evaluating them."""
+        if self.n_prompt is None or self.prefill_s is None:
+            return None
+        return _ratio(self.n_prompt, self.prefill_s)
+
+    @property
+    def host_share(self) -> float | None:
+        """Host seconds / seconds of all rounds."""
+        return _ratio(self.host_s, self.draft_s + self.verify_s + self.host_s)
+
+    def as_dict(self) -> dict[str, object]:
+        """The measured part of ``--stats-json``: JSON types only, undefined figures are None."""
+        return {
+            "tokens": None if self.tokens is None else list(self.tokens),
+            "prompt_tokens": self.n_prompt,
+            "rounds": self.rounds,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "block_efficiency": self.block_efficiency,
+            "per_position_acceptance": self.per_position_acceptance,
+            "ttft_s": self.ttft_s,
+            "tpot_ms": self.tpot_ms,
+            "decode_tok_s": self.decode_tok_s,
+            "prefill_tok_s": self.prefill_tok_s,
+            "time_s": {
+                "load": self.load_s,
+                "prefill": self.prefill_s,
+                "draft": self.draft_s,
+                "verify": self.verify_s,
+                "host": self.host_s,
+            },
+            "finish_reason": self.finish_reason,
+        }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    """The quotient, or None where it is undefined."""
+    return numerator / denominator if denominator > 0 else None

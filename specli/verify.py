@@ -1,0 +1,172 @@
+"""Which drafted tokens the target accepts, so that what is emitted has the target's own distribution.
+
+Let x_1..x_k be the draft, p_i the target's distribution after x_1..x_i, q_i the draft's before x_(i+1).
+*Accepted* tokens are the draft's; then the target adds one of its own: *recovered* after a rejection, *bonus* when
+all were accepted. A point-mass draft (n-gram, greedy) is q = one-hot.
+
+    greedy     accept while the argmax is equal. Temperature 0.
+    rejection  accept x_(i+1) with chance min(1, p_i/q_i)          (Leviathan 2211.17192, Chen 2302.01318)
+    block      accept the longest prefix that passes a joint test  (Sun 2403.10444); accepts most
+    coupled    draft and target share noise that depends on (seed, position, token) only (2408.07978): the same seed
+               gives the same text without a draft, with any draft, and with any K
+
+For rejection and block a pure function states the law, P(accepted length = i) and the residual distribution after
+each i; one shared function samples from it. The tests enumerate the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from specli.drafters.base import Choice, Draft, SequenceState
+from specli.engine.base import Rows
+from specli.sampling import Distribution, Probs, Row, Sampler, draw_index, gumbel_noise
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's answer to a draft: how many of its tokens stand, and the token that follows them."""
+
+    n_accepted: int
+    next_token: int
+    kind: Literal["recovered", "bonus"]
+
+
+class Verifier(Protocol):
+    """Judges drafts, and says how a draft model must draw so that it can judge (``Chooser``)."""
+
+    name: str
+    is_sampled: bool
+
+    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
+        """Draw a draft token for ``position`` from the draft's logits row, float32 ``(n_vocab,)``."""
+
+    def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
+        """Judge ``draft``, k tokens, by the target's logits ``rows``, float32 ``(k + 1, n_vocab)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """``lengths``: float64 ``(k + 1,)``, P(accepted length = i). ``residual(i)``: what the next token is drawn from."""
+
+    lengths: Probs
+    residual: Callable[[int], Distribution]
+
+
+def rejection_law(ids: Sequence[int], q: Sequence[Distribution | None], p: Sequence[Distribution]) -> Law:
+    """The law of token-by-token rejection; ``ids`` and ``q`` have length k, ``p`` has length k + 1."""
+    ratios = [min(1.0, p[i].prob(x) / _draft_prob(q[i], x)) for i, x in enumerate(ids)]
+    reached = np.cumprod([1.0, *ratios])
+    lengths = reached * np.append(1.0 - np.asarray(ratios, np.float64), 1.0)
+    return Law(lengths, lambda i: p[i] if i == len(ids) else _normalised(p[i], _excess(1.0, p[i], q[i], ids[i])))
+
+
+def block_law(ids: Sequence[int], q: Sequence[Distribution | None], p: Sequence[Distribution]) -> Law:
+    """The law of block verification; shapes as ``rejection_law``."""
+    k, weights = len(ids), [1.0]
+    for i, x in enumerate(ids):
+        weights.append(min(1.0, weights[i] * p[i].prob(x) / _draft_prob(q[i], x)))
+    excess = [_excess(weights[i], p[i], q[i], ids[i]) for i in range(k)]
+    passes = np.empty(k + 1)
+    for i in range(k):
+        mass = float(excess[i].sum())
+        passes[i] = mass / (mass + 1.0 - weights[i]) if mass > 0 else 0.0
+    passes[k] = weights[k]
+    fails_later = np.append(np.cumprod((1.0 - passes)[:0:-1])[::-1], 1.0)  # all of i+1..k fail
+    return Law(passes * fails_later, lambda i: p[i] if i == k else _normalised(p[i], excess[i]))
+
+
+def sample(law: Law, rng: np.random.Generator) -> Verdict:
+    """Draw an accepted length and the token that follows it."""
+    n_accepted = draw_index(law.lengths, rng.random())
+    token = law.residual(n_accepted).draw(rng.random())
+    return Verdict(n_accepted, token, "bonus" if n_accepted == law.lengths.size - 1 else "recovered")
+
+
+def _draft_prob(q: Distribution | None, token: int) -> float:
+    return 1.0 if q is None else q.prob(token)
+
+
+def _excess(weight: float, p: Distribution, q: Distribution | None, drafted: int) -> Probs:
+    """(weight * p - q)+ on the support of ``p``; outside it there is nothing left of p."""
+    left = weight * p.probs
+    if q is None:
+        return np.where(p.ids == drafted, np.maximum(left - 1.0, 0.0), left)
+    return np.maximum(left - q.probs_at(p.ids), 0.0)
+
+
+def _normalised(p: Distribution, weights: Probs) -> Distribution:
+    """``weights`` on the support of ``p``, scaled to sum 1. All zero happens by rounding only, where p equals q."""
+    mass = weights.sum()
+    return Distribution(p.ids, weights / mass) if mass > 0 else p
+
+
+class LawVerifier:
+    """Rejection or block: the draft samples its tokens, the verdict is sampled from the law."""
+
+    is_sampled = True
+
+    def __init__(self, name: str, law: Callable[..., Law], sampler: Sampler) -> None:
+        self.name, self._law, self._sampler = name, law, sampler
+
+    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
+        """A draw from the draft's distribution with the sequence's own coins."""
+        distribution = self._sampler.distribution(row)
+        return Choice(distribution.draw(sequence.rng.random()), distribution)
+
+    def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
+        """Sample the verdict from the law of this draft under the target's rows."""
+        _require_chain(draft)
+        target_probs = [self._sampler.distribution(row) for row in rows]
+        return sample(self._law(draft.ids, draft.distributions, target_probs), sequence.rng)
+
+
+class MatchVerifier:
+    """Greedy or coupled: draft and target each have one token per position, accepted while they are equal."""
+
+    is_sampled = False
+
+    def __init__(self, name: str, token: Callable[[Row, SequenceState, int], int]) -> None:
+        self.name, self._token = name, token
+
+    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
+        """The draft's own token for ``position``, a point mass."""
+        return Choice(self._token(row, sequence, position), None)
+
+    def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
+        """Emit the target's token at each position; rows behind the first difference are not looked at."""
+        _require_chain(draft)
+        position = len(sequence.tokens)
+        for i, drafted in enumerate(draft.ids):
+            token = self._token(rows[i], sequence, position + i)
+            if token != drafted:
+                return Verdict(i, token, "recovered")
+        k = len(draft)
+        return Verdict(k, self._token(rows[k], sequence, position + k), "bonus")
+
+
+def make_verifier(name: str, sampler: Sampler) -> Verifier:
+    """The verifier ``name`` (block, rejection, coupled); temperature 0 makes every one of them greedy."""
+    if sampler.is_greedy:
+        return MatchVerifier("greedy", lambda row, _sequence, _position: sampler.argmax(row))
+    if name == "coupled":
+        return MatchVerifier("coupled", lambda row, sequence, at: _coupled_token(sampler, row, sequence.seed, at))
+    laws: dict[str, Callable[..., Law]] = {"block": block_law, "rejection": rejection_law}
+    return LawVerifier(name, laws[name], sampler)
+
+
+def _coupled_token(sampler: Sampler, row: Row, seed: int, position: int) -> int:
+    """Argmax of log p + noise over the support: a draw from p, the same for everyone who holds the same row."""
+    distribution = sampler.distribution(row)
+    with np.errstate(divide="ignore"):  # a probability that underflowed to 0 has score -inf
+        scores = np.log(distribution.probs) + gumbel_noise(seed, position, distribution.ids)
+    return int(distribution.ids[int(scores.argmax())])
+
+
+def _require_chain(draft: Draft) -> None:
+    if draft.parents is not None:
+        raise ValueError("this verifier judges chains, not trees of candidates")
