@@ -58,7 +58,6 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message]) -> str:
         # The settings of Hugging Face's renderer, for which templates are written.
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
@@ -76,7 +75,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
             )
-        except (TemplateError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except Exception as error:  # a template is somebody else's program: it can raise anything
             raise ConfigError(
                 f"the model's chat template refused this conversation: {error}; use --raw to complete the text as is"
             ) from error
@@ -101,8 +100,14 @@ def tokenize_parts(parts: Sequence[str], tokenize: Tokenize, bos: int | None) ->
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

@@ -6,6 +6,7 @@ Names and defaults are llama.cpp's where it has the setting (``common/common.h``
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from specli.errors import ConfigError
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 FLASH_ATTN = ("on", "off", "auto")
+FIT = ("on", "off")
 SPEC_TYPES = ("auto", "none", "draft", "ngram")
 VERIFIERS = ("block", "rejection", "coupled")
 # llama.cpp's --spec-type names for what specli does under a simpler one; None: specli has no such drafter.
@@ -60,7 +62,7 @@ class ModelOptions:
         _require_choice("-ctk/--cache-type-k", self.cache_type_k, CACHE_TYPES)
         _require_choice("-ctv/--cache-type-v", self.cache_type_v, CACHE_TYPES)
         if self.n_gpu_layers not in ("auto", "all"):
-            is_number = self.n_gpu_layers.lstrip("-").isascii() and self.n_gpu_layers.lstrip("-").isdigit()
+            is_number = re.fullmatch(r"-?[0-9]{1,10}", self.n_gpu_layers) is not None
             in_range = is_number and -2 <= int(self.n_gpu_layers) < 2**31
             _require("-ngl/--gpu-layers", self.n_gpu_layers, in_range, "a number of layers, auto or all")
         if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
@@ -137,6 +139,11 @@ class Settings:
     draft: ModelOptions | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    fit: str = "on"  # -fit: plan the memory before loading
+    names: tuple[str, ...] | None = None  # the flags that named the models, to repeat in advice; None: their files
+
+    def __post_init__(self) -> None:
+        _require_choice("-fit/--fit", self.fit, FIT)
 
     @property
     def verify(self) -> str:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specli.drafters.base import EMPTY, Draft, Drafter, SequenceState
 from specli.engine.base import Engine, Rows, Slice
-from specli.errors import Cancelled, ConfigError, ContextOverflow
+from specli.errors import Cancelled, ConfigError, ContextOverflow, RollbackUnsupported
 from specli.events import (
     Event,
     Finished,
@@ -64,7 +65,7 @@ class Decoder:
     clock: Callable[[], float] = time.perf_counter
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Generate for all ``requests`` together. Closing the generator early leaves the caches right."""
+        """Generate for all ``requests`` together. Closing the generator early, or an error, leaves the caches right."""
         active = [_Running(request, TextStream(self.piece, request.stops)) for request in requests]
         try:
             for running in active:
@@ -76,8 +77,10 @@ class Decoder:
                     return
                 yield from self._round(active)
         finally:
-            if self.drafter is not None:
-                for request in requests:
+            for request in requests:
+                with suppress(RollbackUnsupported):  # it would hide the failure that is under way
+                    self._rewind(request.state)
+                if self.drafter is not None:
                     self.drafter.forget(request.state)
 
     def _prefill(self, running: _Running) -> Iterator[Event]:
@@ -136,7 +139,11 @@ class Decoder:
             self._draft_busy_s() - draft_busy_s,
             self.engine.busy_s - target_busy_s,
         )
-        yield RoundDone(tuple(counts), at_s, draft_s, verify_s, host_s=at_s - started_s - draft_s - verify_s)
+        host_s = at_s - started_s - draft_s - verify_s
+        outcome = RoundDone(tuple(counts), at_s, draft_s, verify_s, host_s)
+        if self.drafter is not None:
+            self.drafter.observe(outcome)
+        yield outcome
         for running, spans in zip(active, texts, strict=True):
             yield from self._emit(running, spans)
 
@@ -170,11 +177,16 @@ class Decoder:
                 break
         committed = state.tokens[n_before:]
         running.n_last = len(committed)
-        if self.engine.n_past(state.id) > len(state.tokens) - 1:
-            self.engine.rollback(state.id, len(state.tokens) - 1)
+        self._rewind(state)
         if self.drafter is not None:
             self.drafter.commit(state, committed)
         return spans
+
+    def _rewind(self, state: SequenceState) -> None:
+        """Drop what the target's cache holds beyond all committed tokens but the last."""
+        n_valid = max(0, len(state.tokens) - 1)
+        if self.engine.n_past(state.id) > n_valid:
+            self.engine.rollback(state.id, n_valid)
 
     def _limit_reached(self, running: _Running) -> FinishReason | None:
         if running.text.stop is not None:
@@ -190,11 +202,11 @@ class Decoder:
             yield from self._finish(running, running.finish)
 
     def _finish(self, running: _Running, reason: FinishReason) -> Iterator[Event]:
-        running.finish = reason
         if spans := running.text.finish():
             yield Text(running.state.id, tuple(spans))
-        generated = running.state.tokens[running.n_prompt :]
         is_cut = running.text.stop is not None
+        running.finish = reason = "stop" if is_cut else reason  # the text's end may have completed a stop string
+        generated = running.state.tokens[running.n_prompt :]
         n_kept = running.text.n_kept if is_cut else len(generated)
         n_cut = len(generated) - n_kept
         yield Finished(

@@ -1,11 +1,16 @@
-"""From what the user names to files on disk: the pairs of ``models.toml``, and files inside installed packages."""
+"""From what the user names to files on disk: the pairs of ``models.toml``, and files inside installed packages.
+
+Two files are read: the ``models.toml`` that specli ships and the user's own, ``user_models_toml()``, whose entries
+override by name. A mistake in either is named by file and line.
+"""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,7 +18,9 @@ from typing import Any
 
 import platformdirs
 
+from specli import hub
 from specli.errors import ConfigError, ModelLoadError
+from specli.hub import HubFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,50 +28,112 @@ else:
     import tomli as tomllib
 
 DEFAULT_PAIR = "smollm2-135m"
+K_LIMIT = 256  # tokens: the longest draft that the settings take
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A GGUF file inside an installed package. ``quantize``: the type of the copy that specli makes of it, or None.
-
-    ``install``: the command that brings the package, quoted when it is missing.
-    """
+class PackageFile:
+    """A file inside an installed package; ``install`` brings the package and is quoted when it is missing."""
 
     package: str
     file: str
     install: str
+
+    def __str__(self) -> str:
+        return f"{self.file} in the package {self.package}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file of the user's own."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Source = PackageFile | HubFile | LocalFile
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One side of a pair. ``quantize``: the type of the copy that specli makes of it once, or None.
+
+    ``parameters`` and ``size_gb`` (of the file, 10^9 bytes) are as its publisher states them, or None.
+    """
+
+    name: str
+    title: str
+    source: Source
+    licence: str
+    tokenizer: str
+    parameters: str | None = None
+    size_gb: float | None = None
     quantize: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and a draft that fit each other."""
+    """A target and a draft that fit each other.
+
+    ``k``: the range of draft lengths to try, tokens; ``n_max``: the one that measured best, or None; ``origin``: the
+    file that defines the pair.
+    """
 
     name: str
-    target: ModelSource
-    draft: ModelSource
+    target: Model
+    draft: Model
     description: str
-    licence: str
-    n_max: int
+    use: str
+    k: tuple[int, int]
+    n_max: int | None
+    origin: Path
+
+    @property
+    def licence(self) -> str:
+        """Both licences, or the one that both have."""
+        return " / ".join(dict.fromkeys((self.target.licence, self.draft.licence)))
+
+
+def user_models_toml() -> Path:
+    """Where the user's own entries are looked for; it need not exist."""
+    return Path(platformdirs.user_config_dir("specli")) / "models.toml"
 
 
 def load_pairs() -> dict[str, Pair]:
-    """The pairs of the shipped ``models.toml`` by name."""
-    text = _models_toml().read_text("utf-8")
-    return {name: _pair(name, entry) for name, entry in tomllib.loads(text)["pairs"].items()}
+    """The pairs by name, the shipped ones first. Raises ``ConfigError`` that names a bad entry by file and line."""
+    files = [_File(_models_toml())]
+    user = user_models_toml()
+    if user.is_file():
+        files.append(_File(user))
+    models = {name: entry for file in files for name, entry in file.entries("models")}
+    pairs = {name: entry for file in files for name, entry in file.entries("pairs")}
+    return {name: _pair(entry, models) for name, entry in pairs.items()}
 
 
-def find_file(source: ModelSource) -> Path:
-    """The file of ``source``, without importing its package. Raises ``ModelLoadError`` when it is not installed."""
-    spec = importlib.util.find_spec(source.package)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
-        if (path := Path(folder) / source.file).is_file():
-            return path
-    raise ModelLoadError(
-        f"the package {source.package}, which holds {source.file}, is not installed; "
-        f"run `{source.install}`, or name your own files with -m and -md"
-    )
+def find_pair(name: str) -> Pair:
+    """The pair of that name. Raises ``ConfigError`` with the nearest names."""
+    pairs = load_pairs()
+    if name in pairs:
+        return pairs[name]
+    near = difflib.get_close_matches(name, pairs, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(f"there is no pair {name!r}; {hint}`specli models list` shows all {len(pairs)}")
+
+
+def find_file(model: Model) -> Path:
+    """The file of ``model`` on this disk: nothing is downloaded, no package imported. Raises ``ModelLoadError``."""
+    source = model.source
+    if isinstance(source, PackageFile):
+        return _find_in_package(source)
+    if isinstance(source, LocalFile):
+        if source.path.is_file():
+            return source.path
+        raise ModelLoadError(f"{source.path}, which models.toml names for {model.name}, is not there")
+    if paths := hub.cached(source):
+        return paths[0]
+    raise ModelLoadError(f"{source} is not on this disk; `specli models pull` downloads it")
 
 
 def quantized_copy(source: Path, file_type: str) -> Path:
@@ -78,21 +147,208 @@ def quantized_copy(source: Path, file_type: str) -> Path:
     return folder / f"{source.stem}.{file_type}-{hashlib.sha256(key).hexdigest()[:12]}.gguf"
 
 
+def _find_in_package(source: PackageFile) -> Path:
+    spec = importlib.util.find_spec(source.package)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        if (path := Path(folder) / source.file).is_file():
+            return path
+    raise ModelLoadError(
+        f"the package {source.package}, which holds {source.file}, is not installed; "
+        f"run `{source.install}`, or name your own files with -m and -md"
+    )
+
+
 def _models_toml() -> Path:
     """In a wheel ``models.toml`` lies inside the package; in a checkout beside it."""
     inside = Path(str(resources.files("specli"))) / "models.toml"
     return inside if inside.is_file() else inside.parent.parent / "models.toml"
 
 
-def _pair(name: str, entry: Mapping[str, Any]) -> Pair:
+# -- reading models.toml
+
+
+class _File:
+    """One ``models.toml``, and where in it things stand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.text = path.read_text("utf-8")
+            self._tables = tomllib.loads(self.text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        for name in self._tables:
+            if name not in ("models", "pairs"):
+                raise self.fault((name,), f"unknown table {name!r}, expected [models.NAME] and [pairs.NAME]")
+
+    def entries(self, kind: str) -> Iterator[tuple[str, _Entry]]:
+        """The entries below ``[models]`` or ``[pairs]``."""
+        table = self._tables.get(kind, {})
+        if not isinstance(table, dict):
+            raise self.fault((kind,), f"{kind} must be a table of named entries")
+        for name, values in table.items():
+            if not isinstance(values, dict):
+                raise self.fault((kind, name), f"{kind}.{name} must be a table")
+            yield name, _Entry(self, (kind, name), values)
+
+    def fault(self, keys: Sequence[str], problem: str) -> ConfigError:
+        """``problem`` with the file and the line on which ``keys`` stands, or as much of it as can be found."""
+        for n in range(len(keys), 0, -1):
+            if (line := self._line(keys[:n])) is not None:
+                return ConfigError(f"{self.path}, line {line}: {problem}")
+        return ConfigError(f"{self.path}: {problem}")
+
+    def _line(self, keys: Sequence[str]) -> int | None:
+        """The first line that sets ``keys``: a header, or a key below one; tomllib does not tell."""
+        table: list[str] = []
+        for number, line in enumerate(self.text.splitlines(), 1):
+            text = line.strip()
+            is_header = text.startswith("[")
+            path = _keys_of(text if is_header else text.partition("=")[0] + "= 0")
+            if is_header and path:
+                table = path
+            if (path if is_header else [*table, *path])[: len(keys)] == list(keys) and path:
+                return number
+        return None
+
+
+def _keys_of(line: str) -> list[str]:
+    """The dotted key of one line of TOML; empty when it has none."""
     try:
-        return Pair(
-            name=name,
-            target=ModelSource(**entry["target"]),
-            draft=ModelSource(**entry["draft"]),
-            description=entry["description"],
-            licence=entry["licence"],
-            n_max=entry["n_max"],
-        )
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"models.toml: the pair {name!r} is incomplete or has an unknown key: {error}") from error
+        values: Any = tomllib.loads(line)
+    except tomllib.TOMLDecodeError:
+        return []
+    keys = []
+    while isinstance(values, dict) and values:
+        key, values = next(iter(values.items()))
+        keys.append(key)
+    return keys
+
+
+class _Entry:
+    """One table of ``models.toml``, whose keys are read one by one and then accounted for."""
+
+    def __init__(self, file: _File, keys: tuple[str, ...], values: Mapping[str, Any]) -> None:
+        self.file, self.keys, self._values = file, keys, values
+        self._known: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The entry's name; a side that a pair describes itself is called after the pair."""
+        return " ".join(self.keys[1:])
+
+    def text(self, key: str) -> str:
+        """A text that must be there."""
+        value = self.optional_text(key)
+        if value is None:
+            raise self.fault("", f"{key} is missing")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        """A text, or None."""
+        value = self.get(key)
+        if value is None or (isinstance(value, str) and value.strip()):
+            return value
+        raise self.fault(key, f"{key} is {value!r}, expected a text")
+
+    def get(self, key: str) -> object:
+        """Whatever stands there, or None."""
+        self._known.append(key)
+        return self._values.get(key)
+
+    def done(self) -> None:
+        """Raise ``ConfigError`` for a key that nobody asked for."""
+        for key in self._values:
+            if key not in self._known:
+                raise self.fault(key, f"unknown key {key!r}, expected some of {', '.join(self._known)}")
+
+    def fault(self, key: str, problem: str) -> ConfigError:
+        """``problem`` with the entry's name, the file and the line of ``key``."""
+        keys = (*self.keys, key) if key else self.keys
+        return self.file.fault(keys, f"{'.'.join(self.keys)}: {problem}")
+
+
+def _pair(entry: _Entry, models: Mapping[str, _Entry]) -> Pair:
+    target, draft = (_side(entry, side, models) for side in ("target", "draft"))
+    pair = Pair(
+        name=entry.name,
+        target=target,
+        draft=draft,
+        description=entry.optional_text("description") or f"{target.title}, drafted by {draft.title}",
+        use=entry.text("use"),
+        k=_range(entry),
+        n_max=_length(entry, "n_max", entry.get("n_max")),
+        origin=entry.file.path,
+    )
+    entry.done()
+    return pair
+
+
+def _side(entry: _Entry, side: str, models: Mapping[str, _Entry]) -> Model:
+    """The target or draft of a pair: the name of a model, or a table that describes one."""
+    value = entry.get(side)
+    if isinstance(value, dict):
+        return _model(_Entry(entry.file, (*entry.keys, side), value))
+    if not isinstance(value, str):
+        raise entry.fault(side if value is not None else "", f"{side} must be the name of a model or a table")
+    if value not in models:
+        raise entry.fault(side, f"{side} names the model {value!r}, but there is no [models.{value}]")
+    return _model(models[value])
+
+
+def _model(entry: _Entry) -> Model:
+    size_gb = entry.get("size_gb")
+    if size_gb is not None and (isinstance(size_gb, bool) or not isinstance(size_gb, int | float) or size_gb <= 0):
+        raise entry.fault("size_gb", f"size_gb is {size_gb!r}, expected the file's size in 10^9 bytes")
+    model = Model(
+        name=entry.name,
+        title=entry.optional_text("title") or entry.name,
+        source=_source(entry),
+        licence=entry.text("licence"),
+        tokenizer=entry.text("tokenizer"),
+        parameters=entry.optional_text("parameters"),
+        size_gb=size_gb,
+        quantize=entry.optional_text("quantize"),
+    )
+    entry.done()
+    return model
+
+
+def _source(entry: _Entry) -> Source:
+    package, repo, path = (entry.optional_text(key) for key in ("package", "repo", "path"))
+    file, quant, revision = (entry.optional_text(key) for key in ("file", "quant", "revision"))
+    install = entry.optional_text("install")
+    if sum(place is not None for place in (package, repo, path)) != 1:
+        raise entry.fault("", "expected one of package, repo and path, which say where the file is")
+    if repo is not None:
+        try:
+            return HubFile(hub.parse_reference(repo, "repo").repo, quant, file, revision)
+        except ConfigError as error:
+            raise entry.fault("repo", str(error)) from error
+    if path is not None:
+        return LocalFile(Path(path).expanduser())
+    if package is None or file is None or install is None:
+        raise entry.fault("package", "a file in a package needs package, file and install")
+    return PackageFile(package, file, install)
+
+
+def _range(entry: _Entry) -> tuple[int, int]:
+    value = entry.get("k")
+    if value is None:
+        raise entry.fault("", "k is missing")
+    if not isinstance(value, list) or len(value) != 2:
+        raise entry.fault("k", f"k is {value!r}, expected the shortest and the longest draft to try, as [2, 8]")
+    low, high = (_length(entry, "k", number) for number in value)
+    if low is None or high is None or low > high:
+        raise entry.fault("k", f"k is {value!r}, expected the shorter length first")
+    return low, high
+
+
+def _length(entry: _Entry, key: str, value: object) -> int | None:
+    """A draft length in tokens, or None where there is none."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= K_LIMIT):
+        return value
+    raise entry.fault(key, f"{key} has {value!r}, expected 1 to {K_LIMIT} tokens")

@@ -87,8 +87,8 @@ class Sampler:
         """The distribution that the chain leaves of ``row``, float32 ``(n_vocab,)``."""
         self._ban(row)
         ids, logits = self._truncated(row)
-        scaled = (logits - logits.max()) / self.temperature
-        weights = np.exp(scaled)
+        with np.errstate(over="ignore"):  # over a tiny temperature a difference is -inf: probability 0
+            weights = np.exp((logits - logits.max()) / self.temperature)
         order = ids.argsort()
         return Distribution(ids[order], (weights / weights.sum())[order])
 
@@ -96,6 +96,9 @@ class Sampler:
         """Ids that survive top-k, top-p and min-p, and their logits (float64), highest first unless dense."""
         if 0 < self.top_k < row.size:
             ids = top_ids(row, self.top_k)
+            if self.top_p < 1:
+                weights = np.exp(row[ids].astype(np.float64) - row[ids[0]])
+                ids = ids[: _n_reaching(weights, self.top_p * weights.sum())]
         elif self.top_p < 1:
             ids = _nucleus(row, self.top_p)
         else:
@@ -105,11 +108,6 @@ class Sampler:
             ids = np.flatnonzero(row >= floor)
             return ids, row[ids].astype(np.float64)
         logits = row[ids].astype(np.float64)
-        if self.top_p < 1:
-            weights = np.exp(logits - logits[0])
-            reached = weights.cumsum() / weights.sum() >= self.top_p
-            n_kept = int(reached.argmax()) + 1 if reached[-1] else ids.size
-            ids, logits = ids[:n_kept], logits[:n_kept]
         if self.min_p > 0:
             n_kept = int((logits >= logits[0] + np.log(self.min_p)).sum())
             ids, logits = ids[:n_kept], logits[:n_kept]
@@ -155,7 +153,7 @@ def gumbel_noise(seed: int, position: int, tokens: Ids) -> NDArray[np.float64]:
 
     Counter-based: nothing is remembered between calls, so whoever draws position t sees the same noise (drafter-
     invariant sampling, arXiv 2408.07978). The hash is splitmix64's finaliser (Steele, Lea & Flood 2014), its top
-    53 bits a uniform in the open interval (0, 1).
+    52 bits a uniform in the open interval (0, 1): with 53, the highest would round up to 1.
     """
     key = _mix((seed * _GOLDEN + 1) & _MASK)
     key = _mix((key + position * _GOLDEN) & _MASK)
@@ -163,7 +161,7 @@ def gumbel_noise(seed: int, position: int, tokens: Ids) -> NDArray[np.float64]:
     for shift, factor in _MIX_STEPS:
         hashed = (hashed ^ (hashed >> np.uint64(shift))) * np.uint64(factor)
     hashed ^= hashed >> np.uint64(31)
-    uniform = ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    uniform = ((hashed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise
 
@@ -187,12 +185,15 @@ def _nucleus(row: Row, top_p: float) -> Ids:
     k = 64
     while True:
         ids = top_ids(row, k)
-        reached = np.exp(row[ids].astype(np.float64) - highest).cumsum() >= top_p * total
-        if reached[-1]:
-            return ids[: int(reached.argmax()) + 1]
-        if ids.size < k or k >= row.size:
-            return ids
+        n_kept = _n_reaching(np.exp(row[ids].astype(np.float64) - highest), top_p * total)
+        if n_kept < ids.size or ids.size < k or k >= row.size:
+            return ids[:n_kept]
         k *= 8
+
+
+def _n_reaching(weights: Probs, mass: float) -> int:
+    """How many of the first ``weights`` add up to ``mass``; all of them where rounding leaves them short of it."""
+    return min(int(weights.cumsum().searchsorted(mass)) + 1, weights.size)
 
 
 def _require_finite(logit: np.float32) -> None:

@@ -70,8 +70,9 @@ class Session:
         draft = settings.draft if kind == "draft" else None
         if draft is not None:
             self._check_draft(header, draft)
-        self.model = self._load_model(settings.target)
-        self.engine = self._make_engine(self.model, settings.target, n_max + 1)
+        target, draft = self._fit(settings.target, draft, n_max)
+        self.model = self._load_model(target)
+        self.engine = self._make_engine(self.model, target, n_max + 1)
         self.template = _template(header, self.model)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
         banned = tuple(sorted(self.model.end_ids)) if settings.sampling.ignore_eos else ()
@@ -110,6 +111,21 @@ class Session:
         )
         for note in comparison.notes:
             self._hooks.notice(note)
+
+    def _fit(
+        self, target: ModelOptions, draft: ModelOptions | None, n_max: int
+    ) -> tuple[ModelOptions, ModelOptions | None]:
+        """Refuse what cannot fit, before loading; settle ``-ngl auto`` and an unset ``-c``."""
+        if self.settings.fit == "off":
+            return target, draft
+        from specli.engine.sizing import fit
+        from specli.memory_plan import Setup
+
+        names, spec_type = self.settings.names, self.settings.speculation.type
+        if names is not None and draft is None and spec_type != "auto":
+            names += ("--spec-type", spec_type)  # or the suggested command would load a pair's draft
+        setup = fit(Setup(target, draft, n_max, names), self._hooks.notice)
+        return setup.target, setup.draft
 
     def _make_model_drafter(self, draft: ModelOptions) -> tuple[str, str]:
         """Load the draft model; the kind of drafter that came of it, and why if none did."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specli.events import Event, Finished, FinishReason, PrefillDone, RoundDone, SequenceRound
+from specli.events import Event, Finished, FinishReason, PrefillDone, RoundDone
 
 
 @dataclass(slots=True)
@@ -46,14 +46,23 @@ class Stats:
     host_s: float = 0.0
     finish_reason: FinishReason | None = None
     tokens: tuple[int, ...] | None = None
+    proposed: int = 0  # draft tokens that the target judged
+    accepted: int = 0  # draft tokens that it accepted
+    _emitted: int = 0  # by rounds
     _rounds: list[_Round] = field(default_factory=list)
+    _reached: list[int] = field(default_factory=list)  # per position: rounds that proposed at least so many tokens
+    _passed: list[int] = field(default_factory=list)  # per position: rounds that accepted at least so many
 
     def observe(self, event: Event) -> None:
         """Count one event; events of other sequences are passed over."""
         if isinstance(event, RoundDone):
             for part in event.sequences:
                 if part.sequence == self.sequence:
-                    self._count_round(part, event)
+                    self._rounds.append(_Round(part.proposed, part.accepted, part.emitted, event.at_s))
+                    self._count(self._rounds[-1], 1)
+                    self.draft_s += event.draft_s
+                    self.verify_s += event.verify_s
+                    self.host_s += event.host_s
         elif event.sequence != self.sequence:
             return
         elif isinstance(event, PrefillDone):
@@ -63,24 +72,30 @@ class Stats:
             self.finish_reason, self.tokens = event.reason, event.tokens
             self._take_back(event.n_cut)
 
-    def _count_round(self, part: SequenceRound, event: RoundDone) -> None:
-        self._rounds.append(_Round(part.proposed, part.accepted, part.emitted, event.at_s))
-        self.draft_s += event.draft_s
-        self.verify_s += event.verify_s
-        self.host_s += event.host_s
+    def _count(self, r: _Round, sign: int) -> None:
+        """Add a round to the counters (``sign`` 1) or take it out (-1): reading them costs the same at any length."""
+        self.proposed += sign * r.proposed
+        self.accepted += sign * r.accepted
+        self._emitted += sign * r.emitted
+        missing = r.proposed - len(self._reached)
+        if missing > 0:
+            self._reached += [0] * missing
+            self._passed += [0] * missing
+        for i in range(r.proposed):
+            self._reached[i] += sign
+            self._passed[i] += sign * (i < r.accepted)
 
     def _take_back(self, n_cut: int) -> None:
         """Remove ``n_cut`` tokens from the last rounds: tokens behind a cut are neither proposed nor accepted."""
         while n_cut > 0 and self._rounds:
-            last = self._rounds[-1]
-            if n_cut >= last.emitted:
-                n_cut -= last.emitted
-                self._rounds.pop()
-                continue
-            last.emitted -= n_cut
-            last.accepted = min(last.accepted, last.emitted)
-            last.proposed = min(last.proposed, last.emitted)
-            n_cut = 0
+            last = self._rounds.pop()
+            self._count(last, -1)
+            if n_cut < last.emitted:
+                kept = last.emitted - n_cut
+                shorter = _Round(min(last.proposed, kept), min(last.accepted, kept), kept, last.at_s)
+                self._rounds.append(shorter)
+                self._count(shorter, 1)
+            n_cut -= min(n_cut, last.emitted)
         if n_cut > 0:  # the first token itself was taken back
             self.first_at_s = None
 
@@ -90,19 +105,9 @@ class Stats:
         return len(self._rounds)
 
     @property
-    def proposed(self) -> int:
-        """Draft tokens that the target judged."""
-        return sum(r.proposed for r in self._rounds)
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens that the target accepted."""
-        return sum(r.accepted for r in self._rounds)
-
-    @property
     def n_tokens(self) -> int:
         """Tokens generated so far, the prefill's first token included."""
-        return sum(r.emitted for r in self._rounds) + (self.first_at_s is not None)
+        return self._emitted + (self.first_at_s is not None)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -112,23 +117,17 @@ class Stats:
     @property
     def mean_accepted_length(self) -> float | None:
         """Accepted tokens / rounds that proposed at least one."""
-        return _ratio(self.accepted, sum(r.proposed > 0 for r in self._rounds))
+        return _ratio(self.accepted, self._reached[0] if self._reached else 0)
 
     @property
     def block_efficiency(self) -> float | None:
         """Tokens emitted by rounds / rounds (tau)."""
-        return _ratio(sum(r.emitted for r in self._rounds), self.rounds)
+        return _ratio(self._emitted, self.rounds)
 
     @property
     def per_position_acceptance(self) -> list[float]:
         """For i = 1, 2, …: rounds with accepted length >= i / rounds that proposed >= i tokens."""
-        longest = max((r.proposed for r in self._rounds), default=0)
-        proposed, accepted = [0] * longest, [0] * longest
-        for r in self._rounds:
-            for i in range(r.proposed):
-                proposed[i] += 1
-                accepted[i] += i < r.accepted
-        return [a / p for a, p in zip(accepted, proposed, strict=True)]
+        return [passed / reached for passed, reached in zip(self._passed, self._reached, strict=True) if reached]
 
     @property
     def ttft_s(self) -> float | None:

@@ -17,7 +17,8 @@ class TextStream:
     (Unicode 15, section 3.9), and nothing around them is lost.
 
     When a stop string is found ``stop`` names it, the text ends before it, and ``n_kept`` counts the tokens that have
-    a part in the text before it.
+    a part in the text before it. The stop that is completed first wins, the longest of those completed together: how
+    the text is split into tokens does not matter.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -35,12 +36,14 @@ class TextStream:
 
     def push(self, token: int, provenance: Provenance) -> list[Span]:
         """Add one token; returns the spans that became final, perhaps none."""
-        n_held = sum(len(span.text) for span in self._held)
+        piece = self._piece(token)
         if self._stops:
-            self._starts.append((self._n_final + n_held, self._n_tokens))
+            n_decoded = self._n_final + sum(len(span.text) for span in self._held)
+            n_broken = _breaks(self._decoder.getstate()[0], piece)  # its U+FFFD belongs to the tokens before
+            self._starts.append((n_decoded + n_broken, self._n_tokens))
         self._n_tokens += 1
         self.n_kept = self._n_tokens
-        text = self._decoder.decode(self._piece(token))
+        text = self._decoder.decode(piece)
         return self._release(text, provenance) if text else []
 
     def finish(self) -> list[Span]:
@@ -59,17 +62,17 @@ class TextStream:
         if not self._stops:
             return self._take(len(text))
         window = "".join(span.text for span in self._held)
-        found = min(((window.find(s), -len(s), s) for s in self._stops if s in window), default=None)
+        found = min(((window.find(s) + len(s), window.find(s), s) for s in self._stops if s in window), default=None)
         if found is None:
             n_final = len(window) - max(_overlap(window, stop) for stop in self._stops)
             spans = self._take(n_final)
-            while len(self._starts) > 1 and self._starts[1][0] <= self._n_final:
+            while self._starts and self._starts[0][0] < self._n_final:  # no cut can come before these any more
                 self._starts.pop(0)
             return spans
-        cut = self._n_final + found[0]
-        self.stop = found[2]
+        _, at, self.stop = found
+        cut = self._n_final + at
         self.n_kept = next((index for start, index in self._starts if start >= cut), self._n_tokens)
-        spans = self._take(found[0])
+        spans = self._take(at)
         self._held.clear()
         return spans
 
@@ -85,6 +88,15 @@ class TextStream:
             n_characters -= len(first.text)
             self._n_final += len(first.text)
         return spans
+
+
+def _breaks(unfinished: bytes, piece: bytes) -> bool:
+    """Whether ``piece`` does not go on with the ``unfinished`` character before it."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(unfinished + piece[:1])
+    except UnicodeDecodeError:
+        return bool(unfinished)
+    return False
 
 
 def _overlap(window: str, stop: str) -> int:

@@ -74,7 +74,7 @@ def block_law(ids: Sequence[int], q: Sequence[Distribution | None], p: Sequence[
     passes = np.empty(k + 1)
     for i in range(k):
         mass = float(excess[i].sum())
-        passes[i] = mass / (mass + 1.0 - weights[i]) if mass > 0 else 0.0
+        passes[i] = mass / (mass + (1.0 - weights[i])) if mass > 0 else 0.0  # the brackets keep it <= 1
     passes[k] = weights[k]
     fails_later = np.append(np.cumprod((1.0 - passes)[:0:-1])[::-1], 1.0)  # all of i+1..k fail
     return Law(passes * fails_later, lambda i: p[i] if i == k else _normalised(p[i], excess[i]))

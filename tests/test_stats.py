@@ -1,4 +1,4 @@
-"""Every figure of ``Stats`` against a fake clock. Cases J*: public reports of wrong numbers in neighbouring projects."""
+"""Every figure of ``Stats`` against a fake clock. J*: public reports of wrong numbers elsewhere."""
 
 from __future__ import annotations
 

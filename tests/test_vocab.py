@@ -13,7 +13,7 @@ from tiny_gguf import plain_tokens, write_tiny
 
 from specli.errors import ModelLoadError, VocabMismatch
 from specli.gguf_file import StringArray, read_header
-from specli.vocab import VocabInfo, compare, require_compatible
+from specli.vocab import VocabInfo, compare, llama_cpp_refuses, overlap, require_compatible
 
 WAY_OUT = "run without -md, or draft from the text itself with --spec-type ngram"
 TEXTS = [f"t{i}" for i in range(300)]
@@ -71,6 +71,7 @@ def test_any_size_gap_is_accepted_and_told(gap: int, target_is_larger: bool) -> 
     (note,) = comparison.notes
     sizes = f"the target has {target.n_tokens} tokens and the draft {draft.n_tokens}, a gap of {gap}"
     assert note.startswith(sizes)
+    assert f"{gap} of them no padding (id {300 - gap} 't{300 - gap}'" in note
     assert note.endswith(f"ids from {300 - gap} are never drafted")
     assert ("more than llama.cpp allows (128)" in note) == (gap > 128)
 
@@ -135,6 +136,92 @@ def test_gap_types_and_eos_together() -> None:
     assert "a gap of 64" in gap
     assert "target 2, draft 250" in eos
     assert "id 0 't0' (target normal, draft unknown)" in kinds
+
+
+def test_scores_and_normalizers_may_differ() -> None:
+    scores, other = np.zeros(300, np.float32), np.zeros(300, np.float32)
+    other[[3, 4]] = 1
+    flags = (("add_space_prefix", "yes"),), (("add_space_prefix", "no"),)
+    spm = {"model": "llama", "kind": "SPM", "merges": None}
+    target = vocab(**spm, scores=scores, normalizer=flags[0])
+    assert require_compatible(target, target).notes == ()
+    notes = require_compatible(target, vocab(**spm, scores=other, normalizer=flags[1])).notes
+    assert notes == (
+        "scores differ at 2 ids: only the target's are used",
+        "normalizer flags differ, target add_space_prefix yes, draft add_space_prefix no: only the target's are used",
+    )
+
+
+def test_other_ids_that_end_text_are_told() -> None:
+    """Case D8: the target's count."""
+    (note,) = require_compatible(vocab(end_ids=frozenset({2, 7})), vocab(end_ids=frozenset({2}))).notes
+    assert note == "the ids that end text differ, target {2, 7}, draft {2}: the target's decides where text ends"
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_is_a_check() -> None:
+    checks = {check.name: check for check in compare(vocab(), vocab(changed(20))).checks}
+    assert list(checks) == [
+        *("vocabulary type", "tokens", "token texts", "BOS", "EOS", "end of turn", "ids that end text", "token types"),
+        *("pre-tokenizer", "merges"),
+    ]
+    assert (checks["BOS"].target, checks["token texts"].draft) == ("1 't1', not added", "1 of 300 differ")
+    assert {name for name, check in checks.items() if check.outcome != "equal"} == {"token texts"}
+    assert {name for name, check in checks.items() if check.about == "text"} == {"pre-tokenizer", "merges"}
+    assert compare(vocab(), vocab(changed(20))).differing == (20,)
+
+
+PADDING = ["[PAD7]", "<pad>", "<unused3>", "<|reserved_special_token_12|>", "<|extra_0|>", "[unused1]", "<dummy32000>"]
+NO_PADDING = ["pad", "extra", "[INST]", "<|im_end|>", "<s>", "unused3", "<0x0A>", "[PADDED]", "<|fim_pad|>"]
+
+
+def test_padding_by_text_and_by_type() -> None:
+    types = np.ones(len(PADDING + NO_PADDING) + 1, np.int32)
+    types[-1] = 5
+    found = vocab([*PADDING, *NO_PADDING, "unused"], token_types=types).padding_ids(0, len(types))
+    assert found.tolist() == [*range(len(PADDING)), len(types) - 1]
+    assert vocab([*PADDING, *NO_PADDING, "unused"], token_types=types).padding_ids(3, 5).tolist() == [3, 4]
+
+
+def test_padding_against_tokens_is_told() -> None:
+    """A base model's file may hold padding where its chat model has tokens: refused as by llama.cpp, and said."""
+    padded = [text if i < 298 else f"[PAD{i}]" for i, text in enumerate(TEXTS)]
+    reason = compare(vocab(), vocab(padded)).reason
+    assert "differ at 2 of 300 (2 of them padding in one model): id 298 (target 't298', draft '[PAD298]')" in reason
+
+
+def test_overlap() -> None:
+    target, draft = vocab(), vocab(["t1", "t0", *TEXTS[2:200]])
+    shared = overlap(target, draft, compare(target, draft))
+    assert (shared.n_target, shared.n_same_id, shared.n_same_text) == (300, 198, 200)
+    assert (shared.same_id_percent, shared.same_text_percent) == (66.0, pytest.approx(66.667, abs=1e-3))
+    assert overlap(target, target, compare(target, target)) is None
+
+
+def test_overlap_of_two_alphabets() -> None:
+    """Byte-level BPE and SentencePiece write the same text in two ways."""
+    bpe = vocab(["Ġthe", "the", "Ã©", "Ġ"])
+    spm = vocab(["▁the", "x", "é", "▁"], model="llama", kind="SPM")
+    assert bpe.plain_texts() == [" the", "the", "é", " "]
+    assert spm.plain_texts([0, 2]) == [" the", "é"]
+    assert vocab(["▁the"], model="gemma4", pre="gemma4").plain_texts() == [" the"]
+    assert vocab(["Ã", "世"]).plain_texts() == ["\ufffd", "世"]  # half a character; an added token as it is
+    assert overlap(bpe, spm, compare(bpe, spm)).n_same_text == 3
+
+
+def test_what_llama_cpp_would_say() -> None:
+    def says(target: VocabInfo, draft: VocabInfo) -> str | None:
+        return llama_cpp_refuses(target, draft, compare(target, draft))
+
+    assert says(vocab(), vocab(changed(4), pre="qwen35", merges=None)) is None
+    assert says(vocab(), vocab(changed(4, 5, 9))) == "texts differ first at id 5 (target 't5', draft 'other5')"
+    assert says(vocab(), vocab(TEXTS[:172])) is None
+    assert says(vocab(), vocab(TEXTS[:171])) == "the sizes differ by 129 tokens, and it allows 128 at most"
+    both = says(vocab(add_bos=True), vocab(changed(5)))
+    assert both == "both models or neither must add BOS, but the target adds it and the draft does not"
+    assert says(vocab(), vocab(model="llama", kind="SPM")).startswith("vocabulary types must be equal")
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -313,6 +400,18 @@ SETTINGS = [
     {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_bos_token": False, **SCORES},
     {"tokenizer.ggml.model": "bert", **UNSET},
     {"tokenizer.ggml.model": "t5", **UNSET, **SCORES},
+    {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 10, "tokenizer.ggml.fim_rep_token_id": 11},
+    *(
+        {"tokens": [*plain_tokens()[0], *texts]}
+        for texts in (
+            ["<|return|>", "<|call|>", "<|end|>"],
+            ["<|flush|>", "<|calls|>", "<|end|>"],
+            ["<|call|>", "<|end|>"],
+            ["</s>", "<|tool_response>"],
+            ["</s>", "<|file_sep|>", "<|eom_id|>", "x<|eot_id|>", "<|eot_id|>x"],
+            ["<fim_pad>", "<|repo_name|>", "[e~[", "<｜end▁of▁sentence｜>"],
+        )
+    ),
 ]
 
 
@@ -340,4 +439,5 @@ def test_special_tokens_as_llama_cpp_sets_them(tmp_path: Path, llama, arguments:
         llama.llama_vocab_get_add_bos(theirs),
         llama.llama_vocab_get_add_eos(theirs),
     )
+    assert found.end_ids == {token for token in range(found.n_tokens) if llama.llama_vocab_is_eog(theirs, token)}
     llama.llama_model_free(model)

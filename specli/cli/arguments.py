@@ -34,12 +34,11 @@ _LACKING_NAMES = """
 --no-repack --no-host -dt --defrag-thold -np --parallel -cb --cont-batching -nocb --no-cont-batching -mm --mmproj
 -mmu --mmproj-url --image --audio --video --rpc -lm --load-mode --mlock --mmap --no-mmap -dio --direct-io --numa
 -dev --device --list-devices -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -sm --split-mode -ts
---tensor-split -mg --main-gpu -fit --fit --check-tensors --override-kv --op-offload --no-op-offload --lora
---lora-scaled --control-vector --control-vector-scaled --control-vector-layer-range -a --alias -mu --model-url -hf
--hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf --mtp --eagle3
---chat-template --chat-template-file --chat-template-kwargs --jinja --no-jinja --reasoning-format -rea --reasoning
---reasoning-budget --log-disable --log-file --log-colors -lv --verbosity --log-verbosity --offline --perf
---no-perf --show-timings --no-show-timings --simple-io --verbose-prompt --no-display-prompt --display-prompt
+--tensor-split -mg --main-gpu --check-tensors --override-kv --op-offload --no-op-offload --lora
+--lora-scaled --control-vector --control-vector-scaled --control-vector-layer-range -a --alias -mu --model-url
+--mtp --eagle3 --chat-template --chat-template-file --chat-template-kwargs --jinja --no-jinja --reasoning-format -rea
+--reasoning --reasoning-budget --log-disable --log-file --log-colors -lv --verbosity --log-verbosity --offline
+--perf --no-perf --show-timings --no-show-timings --simple-io --verbose-prompt --no-display-prompt --display-prompt
 --spec-draft-p-split --draft-p-split -devd --device-draft --spec-draft-device -otd --override-tensor-draft -cmoed
 --cpu-moe-draft -ncmoed --n-cpu-moe-draft --spec-default -Cd --cpu-mask-draft -Crd --cpu-range-draft --prio-draft
 --poll-draft --spec-synth-len --spec-synth-rates --spec-ngram-mod-n-min --spec-ngram-mod-n-max
@@ -83,8 +82,11 @@ def check(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
                 _require_text(next(waiting, ""))
         elif name in LACKING:
             raise ConfigError(f"{name} is a llama.cpp option that specli does not have; leave it out")
-        elif argument.startswith("-") and not argument.startswith("--") and argument[:2] in takes_value:
-            raise ConfigError(f"{argument} is not an option; write the value apart: {argument[:2]} {argument[2:]}")
+        elif argument.startswith("-") and not argument.startswith("--"):
+            short = max((known for known in takes_value if argument.startswith(known)), key=len, default="")
+            if short:
+                value = argument.removeprefix(short)
+                raise ConfigError(f"{argument} is not an option; write the value apart: {short} {value}")
     return notes
 
 

@@ -20,7 +20,7 @@ import typer
 
 from specli.cli import options as o
 from specli.cli.interrupt import Interrupt
-from specli.cli.models import resolve_models
+from specli.cli.models import ModelChoice, resolve_models
 from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.errors import Cancelled
 from specli.stats import Stats
@@ -30,21 +30,19 @@ if TYPE_CHECKING:
     from specli.session import Session
 
 N_PAIRS = 5
-_EMAIL = """\
-From: Ada Lindqvist <ada.lindqvist@northwind-instruments.example>
-Order number: NW-20417-B
-Item: Thermocouple probe, type K, 300 mm
-Quantity: 24
-Unit price: 18.40 EUR
-Ship to: 14 Harbour Street, 4021 Stavanger, Norway
-Please deliver before 12 March, and send the invoice to accounts@northwind-instruments.example."""
+_EXTRACTION = """\
+Text: Bob Stone lives at 14 Mill Road in Leeds, phone 555 0142, and orders 12 garden chairs.
+JSON: {"name": "Bob Stone", "street": "14 Mill Road", "city": "Leeds", "phone": "555 0142", "order": "12 garden chairs"}
+
+Text: Mary Hill lives at 9 Church Street in Dublin, phone 555 0177, and orders 3 wooden tables.
+JSON:"""
 
 
 @dataclass(frozen=True)
 class _Scene:
     title: str
     prompt: str
-    n_predict: int
+    generation: GenerationOptions
     speculation: SpeculationOptions
     flags: tuple[str, ...]
 
@@ -52,18 +50,18 @@ class _Scene:
 def _scenes() -> tuple[_Scene, ...]:
     return (
         _Scene(
-            "A chat prompt, drafted by the small model trained for this target",
-            "Explain in simple words why the sky is blue.",
-            200,
+            "A chat prompt, drafted by the small model that was trained for this target",
+            "Write a Python function that returns the n-th Fibonacci number.",
+            GenerationOptions(200),
             SpeculationOptions(),
-            (),
+            ("-n", "200"),
         ),
         _Scene(
-            "A prompt that copies from its input, drafted from the text itself",
-            f"Extract the order below as a JSON object. Copy every value exactly.\n\n{_EMAIL}",
-            200,
+            "A prompt whose answer copies from it, drafted from the text itself",
+            _EXTRACTION,
+            GenerationOptions(200, ("\n\n",)),
             SpeculationOptions(type="ngram", n_max=7),
-            ("--spec-type", "ngram", "--spec-draft-n-max", "7"),
+            ("-n", "200", "-r", "\n\n", "--spec-type", "ngram", "--spec-draft-n-max", "7"),
         ),
     )
 
@@ -85,21 +83,19 @@ def _show(scene: _Scene, renderer: Renderer, interrupt: Interrupt) -> None:
     from specli.chat import Message
     from specli.session import Hooks, Session
 
-    command = ["specli", "run", "--temp", "0", *scene.flags, "-n", str(scene.n_predict), "-p", scene.prompt]
-    renderer.notice(f"{scene.title}:")
-    renderer.notice("$ " + shlex.join(command))
+    command = ["specli", "run", "--temp", "0", *scene.flags, "-p", scene.prompt]
+    typer.echo(f"\n{scene.title}:\n\n$ {shlex.join(command)}\n", err=True)
     unnamed = ModelOptions(path=Path())
     settings = Settings(unnamed, unnamed, SamplingOptions(temperature=0), scene.speculation)
-    settings = resolve_models(settings, False, False, renderer.notice, interrupt)
+    settings = resolve_models(settings, ModelChoice(), renderer, interrupt)
     with Session(settings, Hooks(renderer.progress, renderer.notice, interrupt)) as session:
         renderer.begin(session.speculation)
         prompt = session.chat_ids([Message("user", scene.prompt)])
-        generation = GenerationOptions(scene.n_predict)
         stats = Stats(load_s=session.load_s)
-        for event in session.generate(prompt, generation):
+        for event in session.generate(prompt, scene.generation):
             stats.observe(event)
             renderer.on_event(event, stats)
-        ratios = _ratios(session, prompt, generation, renderer, interrupt)
+        ratios = _ratios(session, prompt, scene.generation, renderer, interrupt)
     if ratios:
         verdict = "it paid" if statistics.median(ratios) > 1 else "it did not pay"
         renderer.notice(

@@ -12,7 +12,10 @@ from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While entered, SIGINT sets ``requested`` once; the next SIGINT has the system's own effect."""
+    """While entered, SIGINT sets ``requested`` once; the next SIGINT has the system's own effect.
+
+    Where SIGINT is ignored (a job in the background of a script, nohup), it stays ignored.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,7 +26,9 @@ class Interrupt:
         return self.requested
 
     def __enter__(self) -> Interrupt:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._previous = signal.getsignal(signal.SIGINT)
+        if self._previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(

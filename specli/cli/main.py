@@ -12,7 +12,10 @@ import typer
 
 from specli import __version__
 from specli.cli import arguments
+from specli.cli.check_tokenizers import check_tokenizers as check_tokenizers_command
 from specli.cli.demo import demo as demo_command
+from specli.cli.models_command import app as models_app
+from specli.cli.plan import plan as plan_command
 from specli.cli.run import run as run_command
 from specli.errors import SpecError
 
@@ -22,7 +25,6 @@ EXIT_INTERRUPTED = 130
 app = typer.Typer(
     name="specli",
     help="Exact speculative decoding for GGUF models: faster, never other words.",
-    no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -50,19 +52,34 @@ def _root(
 
 
 app.command("run")(run_command)
+app.command("plan")(plan_command)
 app.command("demo")(demo_command)
+app.add_typer(models_app, name="models")
+app.command("check-tokenizers")(check_tokenizers_command)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line ``argv`` (without the program's name) and return its exit code."""
     _prepare_streams()
+    try:
+        return _run(argv)
+    finally:
+        _settle_streams()
+
+
+def _run(argv: Sequence[str]) -> int:
     show_traceback = "--debug" in argv
     try:
         command = typer.main.get_command(app)
         _check_arguments(command, argv)
-        code = command.main(args=list(argv), prog_name="specli", standalone_mode=False)
+        code = command.main(args=list(argv) or ["--help"], prog_name="specli", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
+        _silence_stdout()
+        return EXIT_BROKEN_PIPE
+    except SystemExit as ending:  # how the parser answers a broken pipe, with code 1
+        if not isinstance(ending.__context__, BrokenPipeError):
+            raise
         _silence_stdout()
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -80,12 +97,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_arguments(command: object, argv: Sequence[str]) -> None:
-    commands = getattr(command, "commands", {})
-    names = [i for i, argument in enumerate(argv) if argument in commands]
-    if names:
-        subcommand = commands[argv[names[0]]]
-        for note in arguments.check(argv[names[0] + 1 :], subcommand.params):
-            _say(f"specli: note: {note}")
+    start = 0
+    while commands := getattr(command, "commands", {}):  # a group, whose next argument names a command or a group
+        named = next((i for i, argument in enumerate(argv[start:], start) if argument in commands), None)
+        if named is None:
+            return
+        command, start = commands[argv[named]], named + 1
+    for note in arguments.check(argv[start:], getattr(command, "params", [])):
+        _say(f"specli: note: {note}")
 
 
 def _fail(message: str, code: int, show_traceback: bool) -> int:
@@ -117,6 +136,15 @@ def _prepare_streams() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _settle_streams() -> None:
+    """Drop what cannot be written, so that the interpreter's last flush does not change the exit code."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def _silence_stdout() -> None:

@@ -32,8 +32,62 @@ DraftModel = Annotated[
         help="Draft GGUF file; the target's own file loads its weights once.",
     ),
 ]
+Pair = Annotated[
+    str | None,
+    typer.Option("--pair", rich_help_panel=MODEL, help="Pair of target and draft (specli models list)."),
+]
+HfRepo = Annotated[
+    str | None,
+    typer.Option(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        metavar="USER/MODEL[:QUANT]",
+        envvar="LLAMA_ARG_HF_REPO",
+        rich_help_panel=MODEL,
+        help="Target from the hub; without a quant Q4_K_M, Q8_0 or the first file.",
+    ),
+]
+HfFile = Annotated[
+    str | None,
+    typer.Option(
+        "-hff",
+        "--hf-file",
+        metavar="FILE",
+        envvar="LLAMA_ARG_HF_FILE",
+        rich_help_panel=MODEL,
+        help="File in the -hf repository, in place of a quant.",
+    ),
+]
+HfRepoDraft = Annotated[
+    str | None,
+    typer.Option(
+        "-hfd",
+        "-hfrd",
+        "--hf-repo-draft",
+        "--spec-draft-hf",
+        metavar="USER/MODEL[:QUANT]",
+        envvar="LLAMA_ARG_SPEC_DRAFT_HF_REPO",
+        rich_help_panel=MODEL,
+        help="Draft from the hub.",
+    ),
+]
+HfToken = Annotated[
+    str | None,
+    typer.Option(
+        "-hft",
+        "--hf-token",
+        metavar="TOKEN",
+        envvar="HF_TOKEN",
+        rich_help_panel=MODEL,
+        help="Access token of the hub, for gated and private repositories.",
+    ),
+]
 
 # -- prompt and output
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="FORMAT", rich_help_panel=PROMPT, help="table or json, on stdout.")
+]
 Prompt = Annotated[
     str | None, typer.Option("-p", "--prompt", rich_help_panel=PROMPT, help="The prompt (unset: -f or stdin).")
 ]
@@ -79,6 +133,10 @@ Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", rich_help_panel=PROMPT, help="Show llama.cpp's log on stderr.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=PROMPT, help="Show tracebacks of errors.")]
+
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", rich_help_panel=PROMPT, help="Print every setting with its origin, and exit.")
+]
 
 # -- sampling
 Temperature = Annotated[
@@ -238,6 +296,16 @@ GpuLayersDraft = Annotated[
         envvar="LLAMA_ARG_N_GPU_LAYERS_DRAFT",
         rich_help_panel=HARDWARE,
         help="The draft's -ngl.",
+    ),
+]
+Fit = Annotated[
+    str,
+    typer.Option(
+        "-fit",
+        "--fit",
+        envvar="LLAMA_ARG_FIT",
+        rich_help_panel=HARDWARE,
+        help="on: check memory before loading, settle -ngl auto and an unset -c by it; off: load as asked.",
     ),
 ]
 FlashAttn = Annotated[

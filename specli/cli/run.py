@@ -16,8 +16,9 @@ import typer
 from specli.cli import options as o
 from specli.cli.arguments import map_spec_type
 from specli.cli.interrupt import Interrupt
-from specli.cli.models import resolve_models
+from specli.cli.models import ModelChoice, resolve_models
 from specli.cli.prompt import read_prompt
+from specli.cli.show_config import show_config as print_config
 from specli.config import (
     RANDOM_SEED,
     GenerationOptions,
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 
 
 def run(
+    context: typer.Context,
     model: o.Model = None,
     draft_model: o.DraftModel = None,
+    pair: o.Pair = None,
+    hf_repo: o.HfRepo = None,
+    hf_file: o.HfFile = None,
+    hf_repo_draft: o.HfRepoDraft = None,
+    hf_token: o.HfToken = None,
     prompt: o.Prompt = None,
     file: o.PromptFile = None,
     system: o.System = None,
@@ -66,19 +73,22 @@ def run(
     threads_batch_draft: o.ThreadsBatchDraft = None,
     gpu_layers: o.GpuLayers = ModelOptions.n_gpu_layers,
     gpu_layers_draft: o.GpuLayersDraft = ModelOptions.n_gpu_layers,
+    fit: o.Fit = Settings.fit,
     flash_attn: o.FlashAttn = ModelOptions.flash_attn,
     cache_type_k: o.CacheTypeK = ModelOptions.cache_type_k,
     cache_type_v: o.CacheTypeV = ModelOptions.cache_type_v,
     cache_type_k_draft: o.CacheTypeKDraft = ModelOptions.cache_type_k,
     cache_type_v_draft: o.CacheTypeVDraft = ModelOptions.cache_type_v,
+    show_config: o.ShowConfig = False,
     verbose: o.Verbose = False,
     debug: o.Debug = False,
 ) -> None:
     """Complete a prompt, faster with a draft, with the target's own words."""
+    choice = ModelChoice.of(context)
     generation = GenerationOptions(n_predict, tuple(stops or ()))
     kind, note = map_spec_type(spec_type)
     target = ModelOptions(
-        path=model or Path(),
+        path=choice.model or Path(),
         n_ctx=ctx_size,
         n_batch=batch_size,
         n_ubatch=ubatch_size,
@@ -91,7 +101,7 @@ def run(
     )
     draft = dataclasses.replace(
         target,
-        path=draft_model or Path(),
+        path=choice.draft_model or Path(),
         n_ctx=None,
         n_threads=_first(threads_draft, threads),
         n_threads_batch=_first(threads_batch_draft, threads_draft, threads_batch),
@@ -103,7 +113,11 @@ def run(
         temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos
     )
     n_max = SpeculationOptions.n_max if draft_max is None else draft_max
-    settings = Settings(target, draft, sampling, SpeculationOptions(kind, n_max, draft_min, draft_p_min, verify))
+    speculation = SpeculationOptions(kind, n_max, draft_min, draft_p_min, verify)
+    settings = Settings(target, draft, sampling, speculation, fit, choice.flags())
+    if show_config:
+        print_config(context, choice, settings)
+        return
     if raw and system is not None:
         raise ConfigError("-sys was given with --raw, which has no place for a system message; leave one out")
     answer = _Answer(read_prompt(prompt, file), system, raw, generation, _JsonSink(stats_json))
@@ -112,7 +126,7 @@ def run(
         renderer = stack.enter_context(_renderer(stats_json == "-", show_stats))
         if note:
             renderer.notice(note)
-        settings = resolve_models(settings, model is not None, draft_model is not None, renderer.notice, interrupt)
+        settings = resolve_models(settings, choice, renderer, interrupt, use_pair_length=draft_max is None)
         if verbose:
             _show_log()
         reason = _generate(settings, answer, renderer, interrupt)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specli.events import RoundDone
 from specli.sampling import Distribution
 
 
@@ -80,6 +81,9 @@ class Drafter(Protocol):
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """``tokens`` have just been appended to ``sequence.tokens`` (the prompt, on the first call)."""
+
+    def observe(self, outcome: RoundDone) -> None:
+        """What the round cost and brought that the last proposals led to."""
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended; drop what is kept for it."""

@@ -8,12 +8,27 @@ next proposal first feeds what is missing. Rejected tokens leave it by rollback,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from specli.drafters.base import EMPTY, Chooser, Draft, SequenceState
 from specli.engine.base import Engine, Row, Slice
+from specli.events import RoundDone
 from specli.sampling import Distribution, top_probability
+
+
+class Pacer(Protocol):
+    """Says how far a draft is worth growing, from confidences only. ``controller.Controller`` is one."""
+
+    def may_draw(self, confidences: Sequence[float], confidence: float) -> bool:
+        """Whether to draw the token whose row shows ``confidence``, behind tokens of ``confidences``."""
+
+    def may_step(self, confidences: Sequence[float]) -> bool:
+        """Whether to make another pass behind tokens of ``confidences``."""
+
+    def take(self, k: int) -> None:
+        """``k`` more tokens were drawn."""
 
 
 class _Chain:
@@ -34,6 +49,7 @@ class ModelDrafter:
     (``--spec-draft-n-min``): a draft that is a point mass is dropped whole when shorter; a sampled draft may not be
     dropped, since throwing drawn tokens away is biased, so there it only forbids ``p_min`` to stop earlier.
     ``end_ids``: the target's; nothing is drafted behind one. ``n_vocab``: the target's; higher ids are never drafted.
+    ``pacer``: may end a draft earlier, in the same places and within the same bounds as ``p_min``.
     """
 
     def __init__(
@@ -44,9 +60,12 @@ class ModelDrafter:
         end_ids: frozenset[int] = frozenset(),
         n_min: int = 0,
         p_min: float = 0.0,
+        pacer: Pacer | None = None,
     ) -> None:
         self._engine, self._chooser, self._end_ids = engine, chooser, end_ids
         self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
+        self._pacer = pacer
+        self.n_passes = 0  # draft passes so far; the first of a draft also feeds what is missing
         self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
 
     @property
@@ -76,6 +95,9 @@ class ModelDrafter:
         n_valid = min(n_past - len(drafted) + n_kept, len(sequence.tokens) - 1)
         if n_valid < n_past:
             self._engine.rollback(sequence.id, n_valid)
+
+    def observe(self, outcome: RoundDone) -> None:
+        """Nothing to learn: length is decided by ``pacer``."""
 
     def forget(self, sequence: SequenceState) -> None:
         """Empty the sequence's cache."""
@@ -117,15 +139,16 @@ class ModelDrafter:
     def _evaluate(self, slices: Sequence[Slice], interruptible: bool = False) -> list[Row]:
         if not slices:
             return []
+        self.n_passes += 1
         return [rows[0] for rows in self._engine.evaluate(slices, interruptible).rows]
 
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
         row = row[: self._n_vocab]
-        if self._p_min > 0:
+        if self._p_min > 0 or self._pacer is not None:
             confidence = top_probability(row)
             may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
-            if confidence < self._p_min and may_stop:
+            if may_stop and not self._may_draw(chain, confidence):
                 chain.is_open = False
                 return
             chain.confidence.append(confidence)
@@ -133,7 +156,21 @@ class ModelDrafter:
         choice = self._chooser.choose(row, chain.state, position)
         chain.ids.append(choice.token)
         chain.distributions.append(choice.distribution)
-        chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids
+        if self._pacer is not None:
+            self._pacer.take(1)
+        chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids and self._may_step(chain)
+
+    def _may_draw(self, chain: _Chain, confidence: float) -> bool:
+        if confidence < self._p_min:
+            return False
+        return self._pacer is None or self._pacer.may_draw(chain.confidence, confidence)
+
+    def _may_step(self, chain: _Chain) -> bool:
+        return self._pacer is None or len(chain.ids) < self._n_min or self._pacer.may_step(chain.confidence)
+
+    def n_lacking(self, sequence: SequenceState) -> int:
+        """Committed tokens that the draft's cache does not hold yet."""
+        return len(sequence.tokens) - self._engine.n_past(sequence.id)
 
     def _finished(self, chain: _Chain) -> Draft:
         is_short = len(chain.ids) < self._n_min

@@ -28,6 +28,7 @@ import numpy as np
 
 from specli.drafters.base import EMPTY, Draft, SequenceState
 from specli.errors import ConfigError
+from specli.events import RoundDone
 
 # Ids are packed into keys of 20 bits each: three fit the 60 bits of a small int. A larger id would blur two keys and
 # cost a wrong guess, never a wrong text.
@@ -177,7 +178,7 @@ class NgramDrafter:
         n_min: int = 0,
         p_min: float = 0.0,
         *,
-        min_hit_rate: float = 0.5,
+        min_hit_rate: float = 0.4,
         size_max: int = 4,
         size_min: int = 2,
     ) -> None:
@@ -224,6 +225,9 @@ class NgramDrafter:
         for token in tokens:
             history.learn(token)
             history.append(token)
+
+    def observe(self, outcome: RoundDone) -> None:
+        """Nothing to learn from times; the hit rates learn on commit."""
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the sequence's index and statistics."""

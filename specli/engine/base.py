@@ -102,7 +102,7 @@ class CacheLedger:
                 raise ContextOverflow(
                     f"{held} + {len(part.tokens)} tokens do not fit a context of {self.n_ctx}; raise it with -c"
                 )
-            if min(part.tokens) < 0 or max(part.tokens) >= self.n_vocab:
+            if len(part.tokens) and (min(part.tokens) < 0 or max(part.tokens) >= self.n_vocab):
                 raise EngineError(f"a token id outside 0..{self.n_vocab - 1} was given")
 
     def advance(self, slices: Sequence[Slice]) -> None:

@@ -40,7 +40,7 @@ class LlamaModel:
         self._piece_buffer = ctypes.create_string_buffer(512)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = int(_GPU_LAYERS.get(options.n_gpu_layers, options.n_gpu_layers))
+        params.n_gpu_layers = gpu_layers(options)
 
         def report(fraction: float, _user_data: object) -> bool:
             on_progress(fraction)
@@ -126,8 +126,8 @@ class LlamaEngine(CacheLedger):
         self, model: LlamaModel, options: ModelOptions, n_rows_max: int, cancelled: CancelCheck, n_sequences: int = 1
     ) -> None:
         """Allocate the caches. Raises ``EngineError`` (memory) or ``Cancelled``."""
-        n_ctx = _context_length(options.n_ctx, model.n_ctx_train)
-        n_ubatch = min(options.n_ubatch, options.n_batch, n_ctx)
+        n_ctx = context_length(options.n_ctx, model.n_ctx_train)
+        n_ubatch = physical_batch(options, n_ctx)
         n_rows_max = max(n_rows_max, n_sequences)
         super().__init__(n_ctx, n_ubatch, n_rows_max, n_sequences, model.n_vocab)
         self.busy_s = 0.0
@@ -138,7 +138,9 @@ class LlamaEngine(CacheLedger):
         self._rows_address = 0
         self._context: int | None = None
         LOG.clear()
-        self._context = llama_cpp.llama_init_from_model(model.handle, self._params(options, n_ubatch))
+        self._context = llama_cpp.llama_init_from_model(
+            model.handle, context_params(options, n_ctx, n_rows_max, n_sequences)
+        )
         if not self._context:
             raise EngineError(
                 f"llama.cpp could not make a context of {n_ctx} tokens for {options.label}: "
@@ -147,22 +149,15 @@ class LlamaEngine(CacheLedger):
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._abort = llama_cpp.ggml_abort_callback(lambda _data: cancelled())
         self._no_abort = llama_cpp.ggml_abort_callback()
-        self.can_roll_back = self._probe_rollback()
-
-    def _params(self, options: ModelOptions, n_ubatch: int) -> llama_cpp.llama_context_params:
-        params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, n_ubatch, n_ubatch
-        params.n_seq_max, params.kv_unified = self.n_sequences, self.n_sequences > 1
-        params.n_outputs_max = self.n_rows_max
-        threads = _threads(options.n_threads, physical_cores())
-        params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)
-        params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
-        params.type_k, params.type_v = _GGML_TYPES[options.cache_type_k], _GGML_TYPES[options.cache_type_v]
-        params.no_perf = True
-        return params
+        try:
+            self.can_roll_back = self._probe_rollback()
+        except BaseException:
+            self.close()
+            raise
 
     def evaluate(self, slices: Sequence[Slice], interruptible: bool = False) -> Evaluation:
         """See ``Engine.evaluate``. Rows are views of llama.cpp's own buffer."""
+        self._require_open()
         self.check(slices)
         batch, n_rows = self._batch.fill(slices), sum(part.n_rows for part in slices)
         if interruptible:  # a Python callback costs 7% of a short pass: only where a pass is long
@@ -183,6 +178,7 @@ class LlamaEngine(CacheLedger):
 
     def rollback(self, sequence: int, n_past: int) -> None:
         """See ``Engine.rollback``."""
+        self._require_open()
         self.cut(sequence, n_past)
         if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, n_past, -1):
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
@@ -191,7 +187,8 @@ class LlamaEngine(CacheLedger):
                 f"the memory of {self.model.options.label} cannot drop its last tokens; use --spec-type none"
             )
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
-        if self.model.n_swa and n_past and lowest > max(0, n_past - self.model.n_swa):
+        is_whole = 0 <= lowest <= max(0, n_past - self.model.n_swa)  # -1: nothing is left
+        if self.model.n_swa and n_past and not is_whole:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
             self.cut(sequence, 0)
             raise RollbackUnsupported(
@@ -204,6 +201,10 @@ class LlamaEngine(CacheLedger):
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None
+
+    def _require_open(self) -> None:
+        if self._context is None:  # llama.cpp would follow the freed pointer
+            raise EngineError("the engine was closed")
 
     def _probe_rollback(self) -> bool:
         """Evaluate two tokens and drop one, as llama.cpp's ``common_context_can_seq_rm`` does; also a warm-up."""
@@ -242,7 +243,8 @@ class LlamaEngine(CacheLedger):
         if code == _ABORTED and self._cancelled():
             raise Cancelled("stopped during evaluation")
         if code == _NO_SLOT:
-            raise EngineError(f"llama.cpp found no free cache cells for {slices[0].start} tokens; raise -c")
+            n_tokens = sum(len(part.tokens) for part in slices)
+            raise EngineError(f"llama.cpp found no free cache cells for {n_tokens} more tokens; raise -c")
         raise EngineError(f"llama.cpp failed to evaluate (code {code}): {LOG.last_error() or 'it gave no reason'}")
 
 
@@ -307,7 +309,35 @@ def _threads(asked: int | None, default: int) -> int:
     return asked if asked > 0 else os.cpu_count() or 1
 
 
-def _context_length(asked: int | None, trained: int) -> int:
+def gpu_layers(options: ModelOptions) -> int:
+    """llama.cpp's ``n_gpu_layers``: negative is all. A plan turns ``auto`` into a number before loading."""
+    return int(_GPU_LAYERS.get(options.n_gpu_layers, options.n_gpu_layers))
+
+
+def context_length(asked: int | None, trained: int) -> int:
+    """Tokens of a context: as asked, 0 as trained, None as trained but at most ``CONTEXT_CAP``."""
     if asked is None:
         return min(trained, CONTEXT_CAP)
     return asked or trained
+
+
+def physical_batch(options: ModelOptions, n_ctx: int) -> int:
+    """Tokens in one pass."""
+    return min(options.n_ubatch, options.n_batch, n_ctx)
+
+
+def context_params(
+    options: ModelOptions, n_ctx: int, n_rows_max: int, n_sequences: int
+) -> llama_cpp.llama_context_params:
+    """What a context of ``n_ctx`` tokens is made with; ``sizing`` asks llama.cpp for its size with the same."""
+    params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
+    params.n_ctx = n_ctx
+    params.n_batch = params.n_ubatch = physical_batch(options, n_ctx)
+    params.n_seq_max, params.kv_unified = n_sequences, n_sequences > 1
+    params.n_outputs_max = n_rows_max
+    threads = _threads(options.n_threads, physical_cores())
+    params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)
+    params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
+    params.type_k, params.type_v = _GGML_TYPES[options.cache_type_k], _GGML_TYPES[options.cache_type_v]
+    params.no_perf = True
+    return params

@@ -36,7 +36,7 @@ def _parts(stats: Stats, state: SpeculationState | None, tau: str) -> list[str]:
     """Most important first."""
     parts: list[str] = []
     if (rate := stats.decode_tok_s) is not None:
-        parts.append(f"{rate:.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s")
+        parts.append(f"{rate:.0f} tok/s" if rate >= 9.95 else f"{rate:.1f} tok/s")
     if state is not None and not state.active:
         parts.append("speculation off")
     if (accepted := stats.acceptance_rate) is not None:

@@ -123,7 +123,7 @@ def _figure(value: float | None, unit: str) -> str:
     """Three digits that matter, and the unit."""
     if value is None:
         return NA
-    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.0995 else 4
     return f"{value:.{decimals}f}{unit}"
 
 

@@ -1,0 +1,55 @@
+"""What the controller measured, kept between runs: one small file per (target, draft, settings, library) in the cache.
+
+A profile only shortens learning. A missing, damaged or foreign one is as good as none, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+FORMAT = 1
+
+
+def profile_path(*parts: object) -> Path:
+    """Where the profile of these circumstances is kept; ``parts`` are paths (by size and time) and settings."""
+    key = json.dumps([FORMAT, *(_identity(part) for part in parts)])
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return Path(platformdirs.user_cache_dir("specli")) / "profiles" / f"{name}.json"
+
+
+def load_profile(path: Path) -> dict[str, object] | None:
+    """The kept measurements, or None."""
+    try:
+        profile = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return profile if isinstance(profile, dict) and profile.get("format") == FORMAT else None
+
+
+def save_profile(path: Path, measured: Mapping[str, object]) -> bool:
+    """Keep ``measured``; whether that was possible (a read-only cache is no reason to fail)."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"format": FORMAT, **measured}), "utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _identity(part: object) -> object:
+    if isinstance(part, Path):
+        try:
+            stat = part.stat()
+        except OSError:
+            return str(part)
+        return [str(part.resolve()), stat.st_size, stat.st_mtime_ns]
+    return part if isinstance(part, int | float | str | None) else str(part)

