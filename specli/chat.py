@@ -10,15 +10,19 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 from specli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MARK = "\U0010fffe"  # a noncharacter: it means nothing in any text
 
 Tokenize = Callable[[str, bool, bool], list[int]]  # (text, add_special, parse_special)
+RenderBuiltin = Callable[[Sequence[tuple[str, str]]], str]  # pairs of role and content -> the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A model's jinja2 ``source`` and the texts it may refer to. ``control_texts`` are all control tokens' texts."""
+    """A model's jinja2 ``source`` and the texts it may refer to. ``control_texts`` are all control tokens' texts.
+
+    ``kwargs`` are more variables for the template (switches for thinking); ``builtin`` renders pairs of role and
+    content in its place.
+    """
 
     source: str
     bos_text: str = ""
     eos_text: str = ""
     control_texts: tuple[str, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    builtin: RenderBuiltin | None = None
 
     def parts(self, messages: Sequence[Message]) -> list[str]:
         """The rendered prompt, cut where content holds control text.
@@ -57,29 +67,49 @@ class ChatTemplate:
         return content
 
     def _render(self, messages: Sequence[Message]) -> str:
-        # The settings of Hugging Face's renderer, for which templates are written.
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        if self.builtin is not None:
+            return self.builtin([(message.role, message.content) for message in messages])
         try:
-            rendered: str = environment.from_string(self.source).render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=True,
-                bos_token=self.bos_text,
-                eos_token=self.eos_text,
-                tools=None,
-                documents=None,
-            )
+            rendered: str = _environment().from_string(self.source).render(self._variables(messages))
         except Exception as error:  # a template is somebody else's program: it can raise anything
             raise ConfigError(
                 f"the model's chat template refused this conversation: {error}; use --raw to complete the text as is"
             ) from error
         return rendered
+
+    def _variables(self, messages: Sequence[Message]) -> dict[str, object]:
+        return {
+            "bos_token": self.bos_text,
+            "eos_token": self.eos_text,
+            "tools": None,
+            "documents": None,
+            **self.kwargs,
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "add_generation_prompt": True,
+        }
+
+
+def check_template(source: str) -> None:
+    """Raise ``ConfigError`` if ``source`` is not jinja text."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _environment().from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template is not jinja text: line {error.lineno}: {error.message}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The settings of Hugging Face's renderer, for which templates are written."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
 
 def tokenize_parts(parts: Sequence[str], tokenize: Tokenize, bos: int | None) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from specli.errors import ConfigError
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 FLASH_ATTN = ("on", "off", "auto")
 FIT = ("on", "off")
+SPLIT_MODES = ("none", "layer", "row", "tensor")
+LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
+ROPE_SCALINGS = ("none", "linear", "yarn")
+NUMA = ("distribute", "isolate", "numactl")
+KV_OVERRIDE_TYPES = ("int", "float", "bool", "str")
 SPEC_TYPES = ("auto", "none", "draft", "ngram")
 VERIFIERS = ("block", "rejection", "coupled")
 # llama.cpp's --spec-type names for what specli does under a simpler one; None: specli has no such drafter.
@@ -30,8 +36,95 @@ LLAMA_SPEC_TYPES: dict[str, str | None] = {
     "draft-dflash": None,
     "draft-dspark": None,
 }
+AUTO_K = 16  # tokens: the longest draft that the controller may choose
+FIXED_K = 3  # tokens: llama.cpp's --spec-draft-n-max, for --draft-fixed without a number
 CONTEXT_CAP = 8192  # tokens: the default context when a model was trained on more
 RANDOM_SEED = 0xFFFFFFFF  # llama.cpp's LLAMA_DEFAULT_SEED: what -s -1 becomes there
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Which devices hold what. ``devices`` None: all that there are; empty (``-dev none``): the CPU alone.
+
+    ``tensor_overrides``: pairs of a regular expression on tensor names and a buffer type, the first that matches wins.
+    """
+
+    devices: tuple[str, ...] | None = None  # -dev, -devd
+    split_mode: str = "layer"  # -sm
+    tensor_split: tuple[float, ...] = ()  # -ts, parts for each device
+    main_gpu: int = 0  # -mg
+    kv_offload: bool = True  # -kvo, -nkvo
+    tensor_overrides: tuple[tuple[str, str], ...] = ()  # -ot, -cmoe, -ncmoe and the draft's
+
+    def __post_init__(self) -> None:
+        if self.devices is not None:
+            is_named = all(self.devices) and len(set(self.devices)) == len(self.devices)
+            _require("-dev/--device", ",".join(self.devices), is_named, "names, each once (see --list-devices)")
+        _require_choice("-sm/--split-mode", self.split_mode, SPLIT_MODES)
+        parts = self.tensor_split
+        is_share = all(math.isfinite(part) and part >= 0 for part in parts) and (not parts or any(parts))
+        _require("-ts/--tensor-split", parts, is_share, "proportions of 0 or more, one of them above 0 (3,1)")
+        _require("-mg/--main-gpu", self.main_gpu, 0 <= self.main_gpu < 2**31, "the number of a device, from 0")
+        for pattern, buffer_type in self.tensor_overrides:
+            _require_pattern(pattern, buffer_type)
+        if self.split_mode == "none" and len(parts) > 1:
+            raise ConfigError("-ts was given with -sm none: one device holds everything there; leave one of them out")
+
+
+@dataclass(frozen=True)
+class RopeOptions:
+    """Rotary positions, for contexts longer than trained. 0 (and -1 for YaRN's factors): as the model says."""
+
+    scaling: str | None = None  # --rope-scaling
+    freq_base: float = 0.0  # --rope-freq-base
+    freq_scale: float = 0.0  # --rope-freq-scale; --rope-scale N is 1/N
+    yarn_orig_ctx: int = 0  # --yarn-orig-ctx, tokens
+    yarn_ext_factor: float = -1.0  # --yarn-ext-factor
+    yarn_attn_factor: float = -1.0  # --yarn-attn-factor
+    yarn_beta_slow: float = -1.0  # --yarn-beta-slow
+    yarn_beta_fast: float = -1.0  # --yarn-beta-fast
+
+    def __post_init__(self) -> None:
+        if self.scaling is not None:
+            _require_choice("--rope-scaling", self.scaling, ROPE_SCALINGS)
+        for flag, value in (("--rope-freq-base", self.freq_base), ("--rope-freq-scale", self.freq_scale)):
+            _require(flag, value, 0 <= value < math.inf, "a number above 0, or 0 for the model's own")
+        _require(
+            "--yarn-orig-ctx", self.yarn_orig_ctx, 0 <= self.yarn_orig_ctx < 2**31, "0 (as trained) or more tokens"
+        )
+        for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast"):
+            value = getattr(self, f"yarn_{name}")
+            is_number = value == -1 or 0 <= value < math.inf
+            _require(f"--yarn-{name.replace('_', '-')}", value, is_number, "0 or more, or -1 for the model's own")
+
+
+@dataclass(frozen=True)
+class KvOverride:
+    """A key of the model's metadata taken as another value: ``--override-kv KEY=TYPE:VALUE``."""
+
+    key: str
+    value: bool | int | float | str
+
+    def __post_init__(self) -> None:
+        key, text = self.key.encode("utf-8"), str(self.value).encode("utf-8")
+        _require("--override-kv", repr(self.key), 0 < len(key) < 128, "a key of 1 to 127 bytes")
+        if isinstance(self.value, str):
+            _require("--override-kv", repr(self.value), len(text) < 128, "a text of at most 127 bytes")
+        elif isinstance(self.value, int):
+            _require("--override-kv", self.value, -(2**63) <= self.value < 2**63, "an integer of 64 bits")
+        else:
+            _require("--override-kv", self.value, math.isfinite(self.value), "a finite number")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA adapter laid over the target's weights."""
+
+    path: Path  # --lora
+    scale: float = 1.0  # --lora-scaled FNAME:SCALE
+
+    def __post_init__(self) -> None:
+        _require("--lora-scaled", self.scale, math.isfinite(self.scale), "a finite number behind the colon")
 
 
 @dataclass(frozen=True)
@@ -48,6 +141,13 @@ class ModelOptions:
     flash_attn: str = "auto"  # -fa
     cache_type_k: str = "f16"  # -ctk, -ctkd
     cache_type_v: str = "f16"  # -ctv, -ctvd
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    rope: RopeOptions = field(default_factory=RopeOptions)
+    kv_overrides: tuple[KvOverride, ...] = ()  # --override-kv
+    loras: tuple[Lora, ...] = ()  # --lora, --lora-scaled
+    swa_full: bool = False  # --swa-full: a sliding window's cache as long as the context
+    load_mode: str = "auto"  # -lm
+    warmup: bool = True  # --warmup, --no-warmup
     name: str = ""  # what messages call the model; the file's name when empty
 
     def __post_init__(self) -> None:
@@ -61,6 +161,7 @@ class ModelOptions:
         _require_choice("-fa/--flash-attn", self.flash_attn, FLASH_ATTN)
         _require_choice("-ctk/--cache-type-k", self.cache_type_k, CACHE_TYPES)
         _require_choice("-ctv/--cache-type-v", self.cache_type_v, CACHE_TYPES)
+        _require_choice("-lm/--load-mode", self.load_mode, LOAD_MODES)
         if self.n_gpu_layers not in ("auto", "all"):
             is_number = re.fullmatch(r"-?[0-9]{1,10}", self.n_gpu_layers) is not None
             in_range = is_number and -2 <= int(self.n_gpu_layers) < 2**31
@@ -103,19 +204,27 @@ class SpeculationOptions:
     """Who drafts, how much, and who judges. ``verify`` None: coupled with a seed, block without."""
 
     type: str = "auto"  # --spec-type: auto (draft if there is one, else ngram), none, draft, ngram
-    n_max: int = 3  # --spec-draft-n-max, tokens
+    n_max: int | None = None  # --spec-draft-n-max, tokens: the longest draft; None (auto): up to 16
     n_min: int = 0  # --spec-draft-n-min, tokens
     p_min: float = 0.0  # --spec-draft-p-min
     verify: str | None = None  # --verify
+    fixed: bool = False  # --draft-fixed: always the longest draft, whether it pays or not
 
     def __post_init__(self) -> None:
         _require_choice("--spec-type", self.type, SPEC_TYPES)
-        _require("--spec-draft-n-max", self.n_max, 0 <= self.n_max <= 256, "0 (no drafting) to 256 tokens")
-        in_range = 0 <= self.n_min <= max(self.n_max, 0)
-        _require("--spec-draft-n-min", self.n_min, in_range, f"0 to --spec-draft-n-max ({self.n_max})")
+        _require("--spec-draft-n-max", self.n_max, 0 <= self.k_max <= 256, "auto, or 0 (no drafting) to 256 tokens")
+        in_range = 0 <= self.n_min <= self.k_max
+        _require("--spec-draft-n-min", self.n_min, in_range, f"0 to --spec-draft-n-max ({self.k_max})")
         _require("--spec-draft-p-min", self.p_min, 0 <= self.p_min <= 1, "a probability, 0 (off) to 1")
         if self.verify is not None:
             _require_choice("--verify", self.verify, VERIFIERS)
+
+    @property
+    def k_max(self) -> int:
+        """The longest draft, tokens."""
+        if self.n_max is not None:
+            return self.n_max
+        return FIXED_K if self.fixed else AUTO_K
 
 
 @dataclass(frozen=True)
@@ -124,11 +233,42 @@ class GenerationOptions:
 
     n_predict: int = -1  # -n, tokens
     stops: tuple[str, ...] = ()  # -r, may be repeated
+    special: bool = False  # -sp: control tokens are shown as text
 
     def __post_init__(self) -> None:
         _require("-n/--predict", self.n_predict, -2 <= self.n_predict < 2**31, "0 or more tokens, or -1 for no limit")
         if any(not stop for stop in self.stops):
             raise ConfigError("-r/--reverse-prompt got an empty stop string, which stands everywhere; leave it out")
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """The chat template. ``source``: jinja text, or the name of one that llama.cpp has built in; None: the file's."""
+
+    source: str | None = None  # --chat-template, --chat-template-file
+    kwargs: Mapping[str, object] = field(default_factory=dict)  # --chat-template-kwargs
+
+    def __post_init__(self) -> None:
+        _require("--chat-template", repr(self.source), self.source != "", "jinja text or a built-in name")
+        taken = sorted({"messages", "add_generation_prompt"} & set(self.kwargs))
+        _require("--chat-template-kwargs", ", ".join(taken), not taken, "names that the conversation does not use")
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """What holds for the whole process, so for target and draft alike. ``cpus`` None: all that it may use."""
+
+    cpus: frozenset[int] | None = None  # -C, -Cr
+    priority: int = 0  # --prio: -1 (low) to 3 (realtime)
+    numa: str | None = None  # --numa
+
+    def __post_init__(self) -> None:
+        if self.cpus is not None:
+            is_mask = bool(self.cpus) and min(self.cpus) >= 0
+            _require("-C/--cpu-mask", sorted(self.cpus), is_mask, "at least one CPU")
+        _require("--prio", self.priority, -1 <= self.priority <= 3, "-1 (low) to 3 (realtime)")
+        if self.numa is not None:
+            _require_choice("--numa", self.numa, NUMA)
 
 
 @dataclass(frozen=True)
@@ -141,6 +281,8 @@ class Settings:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     fit: str = "on"  # -fit: plan the memory before loading
     names: tuple[str, ...] | None = None  # the flags that named the models, to repeat in advice; None: their files
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    process: ProcessOptions = field(default_factory=ProcessOptions)
 
     def __post_init__(self) -> None:
         _require_choice("-fit/--fit", self.fit, FIT)
@@ -151,6 +293,16 @@ class Settings:
         if self.sampling.temperature == 0:
             return "greedy"
         return self.speculation.verify or ("block" if self.sampling.seed is None else "coupled")
+
+
+def _require_pattern(pattern: str, buffer_type: str) -> None:
+    """``-ot``: a regular expression and a buffer type, both there."""
+    found = f"{pattern}={buffer_type}"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"-ot/--override-tensor got {found}, expected a regular expression: {error}") from error
+    _require("-ot/--override-tensor", found, bool(pattern and buffer_type), "PATTERN=BUFFER_TYPE")
 
 
 def _require(flag: str, value: object, is_valid: bool, expected: str) -> None:

@@ -316,6 +316,32 @@ class Controller:
         elif record.off_since is None:
             record.off_since = record.rounds
 
+    def explain(self) -> str:
+        """One line: how much was speculated, and where it was off and why."""
+        record = self.record
+        if not record.rounds:
+            return ""
+        share = record.speculated / record.rounds
+        line = f"speculated in {share:.0%} of rounds"
+        if record.speculated:
+            line += f", mean K {record.proposed / record.speculated:.1f}"
+        for first, last, acceptance, break_even in sorted(record.stretches, key=lambda s: s[0] - s[1])[:2]:
+            line += f"; off for rounds {first}-{last}: acceptance {acceptance:.2f} < break-even {break_even:.2f}"
+        return line
+
+    def report(self) -> dict[str, object]:
+        """What was decided and measured, JSON types only."""
+        return {"rounds": dict(self.record.kinds), "break_even": self.break_even, **self.costs.as_dict()}
+
+    def profile(self) -> dict[str, object]:
+        """What is kept between runs."""
+        return self.costs.as_dict()
+
+    def restore(self, profile: Mapping[str, object]) -> bool:
+        """Start from what an earlier run kept; whether that was usable."""
+        self.costs.restore(profile)
+        return "v" in profile
+
     def _close_stretch(self) -> None:
         record = self.record
         if record.off_since is not None and record.rounds - record.off_since >= STALE_ROUNDS:

@@ -11,7 +11,7 @@ plain decoding puts them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -38,7 +38,8 @@ class Request:
     """A prompt to continue. ``max_tokens`` None means until EOS or the end of the context.
 
     ``end_ids`` are the target's end-of-generation ids (a draft has no say in them). ``accepted_at_s`` is the clock
-    mark from which time to first token counts.
+    mark from which time to first token counts. ``is_kept``: the sequence goes on in a later run, so the drafter is not
+    told to forget it; ``n_known``: tokens at the prompt's beginning that the drafter knows from an earlier run.
     """
 
     state: SequenceState
@@ -46,6 +47,8 @@ class Request:
     max_tokens: int | None = None
     end_ids: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
+    is_kept: bool = False
+    n_known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Decoder:
     cancelled: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.perf_counter
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Generate for all ``requests`` together. Closing the generator early, or an error, leaves the caches right."""
         active = [_Running(request, TextStream(self.piece, request.stops)) for request in requests]
         try:
@@ -80,30 +83,29 @@ class Decoder:
             for request in requests:
                 with suppress(RollbackUnsupported):  # it would hide the failure that is under way
                     self._rewind(request.state)
-                if self.drafter is not None:
+                if self.drafter is not None and not request.is_kept:
                     self.drafter.forget(request.state)
 
     def _prefill(self, running: _Running) -> Iterator[Event]:
-        """Evaluate the prompt, the same chunks with and without a draft, and emit the first token."""
+        """Evaluate what the cache lacks of the prompt, in the same chunks with and without a draft; emit a token."""
         request, state = running.request, running.state
         prompt, n_ctx = state.tokens[:], self.engine.n_ctx
         _check_prompt(prompt, n_ctx)
+        if self.drafter is not None:
+            self.drafter.commit(state, prompt[request.n_known :])
         if request.max_tokens == 0:
             yield from self._finish(running, "length")
             return
-        busy_s = self.engine.busy_s
+        busy_s, n_reused = self.engine.busy_s, self.engine.n_past(state.id)
         try:
             rows = self._feed(state)
         except Cancelled:
             yield from self._finish(running, "cancelled")
             return
         verdict = self.verifier.verify(EMPTY, rows, state)
-        if self.drafter is not None:
-            self.drafter.commit(state, prompt)
         spans = self._commit(running, [verdict.next_token], n_accepted=0)
-        yield PrefillDone(
-            state.id, len(prompt), request.accepted_at_s, self.clock(), prefill_s=self.engine.busy_s - busy_s
-        )
+        prefill_s = self.engine.busy_s - busy_s
+        yield PrefillDone(state.id, len(prompt), request.accepted_at_s, self.clock(), prefill_s, n_reused)
         yield from self._emit(running, spans)
 
     def _feed(self, state: SequenceState) -> Rows:

@@ -22,7 +22,10 @@ class Provenance(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationState:
-    """Whether a session drafts, and why not if it does not. ``k``: the longest draft, in tokens."""
+    """Whether a session drafts, and why not if it does not.
+
+    ``k``: the longest draft, tokens; every draft's length where it is fixed.
+    """
 
     active: bool
     reason: str  # empty while active
@@ -30,6 +33,7 @@ class SpeculationState:
     k: int
     verify: str
     n_ctx: int
+    is_fixed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class PrefillDone:
     """The whole prompt is in the target's cache and the first token is known.
 
     ``started_at_s`` is the moment the request was accepted (before tokenizing); ``prefill_s`` counts evaluation only.
+    ``n_reused`` of the ``n_prompt`` tokens were in the cache already; the others were evaluated.
     """
 
     sequence: int
@@ -44,6 +49,7 @@ class PrefillDone:
     started_at_s: float
     at_s: float
     prefill_s: float
+    n_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class Finished:
 
     ``tokens`` are the ids that were kept: they describe the same cut as the text. ``n_cut`` ids at the tail were
     emitted by rounds and then taken back, because a stop string began before them. ``stop`` is the stop string found.
+    ``explanation`` says in one line what the controller decided and why; empty without one.
     """
 
     sequence: int
@@ -102,6 +109,7 @@ class Finished:
     at_s: float
     n_cut: int = 0
     stop: str | None = None
+    explanation: str = ""
 
 
 Event = PrefillDone | RoundDone | Text | Finished

@@ -24,7 +24,7 @@ import stat
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -264,6 +264,11 @@ class GgufHeader:
     alignment: int
     data_offset: int
 
+    def with_overrides(self, values: Mapping[str, bool | int | float | str]) -> GgufHeader:
+        """The same with other metadata (``--override-kv``); llama.cpp takes no value of another type, nor does this."""
+        taken = {key: value for key, value in values.items() if _is_like(self.metadata.get(key), value)}
+        return replace(self, metadata=MappingProxyType({**self.metadata, **taken})) if taken else self
+
     def hparam(self, name: str) -> Value | None:
         """The value of ``<architecture>.<name>``, for example ``block_count``."""
         return self.metadata.get(f"{self.architecture}.{name}")
@@ -348,6 +353,11 @@ class GgufHeader:
     def merges(self) -> StringArray | None:
         """The BPE merges, the first first."""
         return self._strings("tokenizer.ggml.merges")
+
+
+def _is_like(old: Value | None, new: bool | int | float | str) -> bool:
+    """Whether ``new`` may stand for ``old``; bool is no int here."""
+    return old is None or type(old) is type(new)
 
 
 def shown(raw: bytes | str, limit: int = 40) -> str:
@@ -736,6 +746,53 @@ def _check_loading_vocabulary(header: GgufHeader) -> None:
         if first.setdefault(text, i) != i:  # GGML_ASSERT(id_to_token.size() == token_to_id.size()) aborts the process
             found = f"tokens {first[text]} and {i} have the same text {shown(text)}"
             raise fault(header.path, found, "a text of its own for each token", "convert the model again")
+
+
+_LORA_PAIR = (".lora_a", ".lora_b")
+
+
+def check_adapter(adapter: GgufHeader, model: Sequence[GgufHeader]) -> None:
+    """Say why ``adapter`` is no LoRA adapter for ``model`` (the headers of its files).
+
+    The rules are those of llama.cpp's ``src/llama-adapter.cpp``. Raises ``ModelLoadError``.
+    """
+    advice = "give --lora an adapter that convert_lora_to_gguf.py made for this model"
+    expected = f"a LoRA adapter for architecture {shown(model[0].architecture)}"
+    kind, form = adapter.metadata.get("general.type"), adapter.metadata.get("adapter.type")
+    if kind != "adapter":
+        what = _OTHER_TYPES.get(str(kind), "a model" if adapter.tensors else "a vocabulary only, without weights")
+        raise fault(adapter.path, f"the file is {what}", expected, advice)
+    if form != "lora":
+        raise fault(adapter.path, f"the file is an adapter of type {shown(str(form))}", expected, advice)
+    if adapter.architecture != model[0].architecture:
+        found = f"the adapter is for architecture {shown(adapter.architecture)}"
+        raise fault(adapter.path, found, expected, advice)
+    shapes = {tensor.name: tensor.shape for header in model for tensor in header.tensors}
+    parts = {tensor.name: tensor.shape for tensor in adapter.tensors if not tensor.name.endswith("_norm.weight")}
+    if not parts:
+        raise fault(adapter.path, "the adapter has no tensors", expected, advice)
+    for name in parts:
+        _check_pair(adapter.path, name, parts, shapes, advice)
+
+
+def _check_pair(
+    path: Path, name: str, parts: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], advice: str
+) -> None:
+    """One tensor of an adapter: its partner is there, and both fit the weight that they lie over."""
+    base, end = name[:-7], name[-7:]
+    if end not in _LORA_PAIR:
+        raise fault(path, f"tensor {shown(name, 80)} is no half of a LoRA pair", "names in .lora_a and .lora_b", advice)
+    if any(base + half not in parts for half in _LORA_PAIR):
+        raise fault(path, f"tensor {shown(name, 80)} has no partner", "pairs of .lora_a and .lora_b", advice)
+    a, b = (parts[base + half] for half in _LORA_PAIR)
+    if base not in shapes:
+        raise fault(path, f"tensor {shown(base, 80)} is not in the model", "tensors of the model", advice)
+    shape = shapes[base]
+    is_embedding = base.endswith("token_embd.weight")  # there A and B are the other way round
+    found = (b[1:2] + a[1:2]) if is_embedding else (a[:1] + b[1:2])
+    if found != shape[:2]:
+        was = f"tensor {shown(base, 80)} is for a weight of {list(found)}"
+        raise fault(path, was, f"{list(shape[:2])} as in the model", advice)
 
 
 def _check_data_alignment(header: GgufHeader) -> None:

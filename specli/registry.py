@@ -9,23 +9,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
 from specli import hub
 from specli.errors import ConfigError, ModelLoadError
 from specli.hub import HubFile
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from specli.models_toml import Entry, ModelsToml
 
 DEFAULT_PAIR = "smollm2-135m"
 K_LIMIT = 256  # tokens: the longest draft that the settings take
@@ -103,10 +97,10 @@ def user_models_toml() -> Path:
 
 def load_pairs() -> dict[str, Pair]:
     """The pairs by name, the shipped ones first. Raises ``ConfigError`` that names a bad entry by file and line."""
-    files = [_File(_models_toml())]
+    files = [ModelsToml(_models_toml())]
     user = user_models_toml()
     if user.is_file():
-        files.append(_File(user))
+        files.append(ModelsToml(user))
     models = {name: entry for file in files for name, entry in file.entries("models")}
     pairs = {name: entry for file in files for name, entry in file.entries("pairs")}
     return {name: _pair(entry, models) for name, entry in pairs.items()}
@@ -165,113 +159,10 @@ def _models_toml() -> Path:
     return inside if inside.is_file() else inside.parent.parent / "models.toml"
 
 
-# -- reading models.toml
+# -- from entries to pairs
 
 
-class _File:
-    """One ``models.toml``, and where in it things stand."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.text = path.read_text("utf-8")
-            self._tables = tomllib.loads(self.text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        for name in self._tables:
-            if name not in ("models", "pairs"):
-                raise self.fault((name,), f"unknown table {name!r}, expected [models.NAME] and [pairs.NAME]")
-
-    def entries(self, kind: str) -> Iterator[tuple[str, _Entry]]:
-        """The entries below ``[models]`` or ``[pairs]``."""
-        table = self._tables.get(kind, {})
-        if not isinstance(table, dict):
-            raise self.fault((kind,), f"{kind} must be a table of named entries")
-        for name, values in table.items():
-            if not isinstance(values, dict):
-                raise self.fault((kind, name), f"{kind}.{name} must be a table")
-            yield name, _Entry(self, (kind, name), values)
-
-    def fault(self, keys: Sequence[str], problem: str) -> ConfigError:
-        """``problem`` with the file and the line on which ``keys`` stands, or as much of it as can be found."""
-        for n in range(len(keys), 0, -1):
-            if (line := self._line(keys[:n])) is not None:
-                return ConfigError(f"{self.path}, line {line}: {problem}")
-        return ConfigError(f"{self.path}: {problem}")
-
-    def _line(self, keys: Sequence[str]) -> int | None:
-        """The first line that sets ``keys``: a header, or a key below one; tomllib does not tell."""
-        table: list[str] = []
-        for number, line in enumerate(self.text.splitlines(), 1):
-            text = line.strip()
-            is_header = text.startswith("[")
-            path = _keys_of(text if is_header else text.partition("=")[0] + "= 0")
-            if is_header and path:
-                table = path
-            if (path if is_header else [*table, *path])[: len(keys)] == list(keys) and path:
-                return number
-        return None
-
-
-def _keys_of(line: str) -> list[str]:
-    """The dotted key of one line of TOML; empty when it has none."""
-    try:
-        values: Any = tomllib.loads(line)
-    except tomllib.TOMLDecodeError:
-        return []
-    keys = []
-    while isinstance(values, dict) and values:
-        key, values = next(iter(values.items()))
-        keys.append(key)
-    return keys
-
-
-class _Entry:
-    """One table of ``models.toml``, whose keys are read one by one and then accounted for."""
-
-    def __init__(self, file: _File, keys: tuple[str, ...], values: Mapping[str, Any]) -> None:
-        self.file, self.keys, self._values = file, keys, values
-        self._known: list[str] = []
-
-    @property
-    def name(self) -> str:
-        """The entry's name; a side that a pair describes itself is called after the pair."""
-        return " ".join(self.keys[1:])
-
-    def text(self, key: str) -> str:
-        """A text that must be there."""
-        value = self.optional_text(key)
-        if value is None:
-            raise self.fault("", f"{key} is missing")
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        """A text, or None."""
-        value = self.get(key)
-        if value is None or (isinstance(value, str) and value.strip()):
-            return value
-        raise self.fault(key, f"{key} is {value!r}, expected a text")
-
-    def get(self, key: str) -> object:
-        """Whatever stands there, or None."""
-        self._known.append(key)
-        return self._values.get(key)
-
-    def done(self) -> None:
-        """Raise ``ConfigError`` for a key that nobody asked for."""
-        for key in self._values:
-            if key not in self._known:
-                raise self.fault(key, f"unknown key {key!r}, expected some of {', '.join(self._known)}")
-
-    def fault(self, key: str, problem: str) -> ConfigError:
-        """``problem`` with the entry's name, the file and the line of ``key``."""
-        keys = (*self.keys, key) if key else self.keys
-        return self.file.fault(keys, f"{'.'.join(self.keys)}: {problem}")
-
-
-def _pair(entry: _Entry, models: Mapping[str, _Entry]) -> Pair:
+def _pair(entry: Entry, models: Mapping[str, Entry]) -> Pair:
     target, draft = (_side(entry, side, models) for side in ("target", "draft"))
     pair = Pair(
         name=entry.name,
@@ -287,11 +178,11 @@ def _pair(entry: _Entry, models: Mapping[str, _Entry]) -> Pair:
     return pair
 
 
-def _side(entry: _Entry, side: str, models: Mapping[str, _Entry]) -> Model:
+def _side(entry: Entry, side: str, models: Mapping[str, Entry]) -> Model:
     """The target or draft of a pair: the name of a model, or a table that describes one."""
     value = entry.get(side)
     if isinstance(value, dict):
-        return _model(_Entry(entry.file, (*entry.keys, side), value))
+        return _model(Entry(entry.file, (*entry.keys, side), value))
     if not isinstance(value, str):
         raise entry.fault(side if value is not None else "", f"{side} must be the name of a model or a table")
     if value not in models:
@@ -299,7 +190,7 @@ def _side(entry: _Entry, side: str, models: Mapping[str, _Entry]) -> Model:
     return _model(models[value])
 
 
-def _model(entry: _Entry) -> Model:
+def _model(entry: Entry) -> Model:
     size_gb = entry.get("size_gb")
     if size_gb is not None and (isinstance(size_gb, bool) or not isinstance(size_gb, int | float) or size_gb <= 0):
         raise entry.fault("size_gb", f"size_gb is {size_gb!r}, expected the file's size in 10^9 bytes")
@@ -317,7 +208,7 @@ def _model(entry: _Entry) -> Model:
     return model
 
 
-def _source(entry: _Entry) -> Source:
+def _source(entry: Entry) -> Source:
     package, repo, path = (entry.optional_text(key) for key in ("package", "repo", "path"))
     file, quant, revision = (entry.optional_text(key) for key in ("file", "quant", "revision"))
     install = entry.optional_text("install")
@@ -335,7 +226,7 @@ def _source(entry: _Entry) -> Source:
     return PackageFile(package, file, install)
 
 
-def _range(entry: _Entry) -> tuple[int, int]:
+def _range(entry: Entry) -> tuple[int, int]:
     value = entry.get("k")
     if value is None:
         raise entry.fault("", "k is missing")
@@ -347,7 +238,7 @@ def _range(entry: _Entry) -> tuple[int, int]:
     return low, high
 
 
-def _length(entry: _Entry, key: str, value: object) -> int | None:
+def _length(entry: Entry, key: str, value: object) -> int | None:
     """A draft length in tokens, or None where there is none."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= K_LIMIT):
         return value

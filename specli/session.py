@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specli import gguf_file, vocab
-from specli.chat import ChatTemplate, Message, tokenize_parts
-from specli.config import GenerationOptions, ModelOptions, Settings
+from specli.chat import ChatTemplate, Message, RenderBuiltin, check_template, tokenize_parts
+from specli.config import GenerationOptions, ModelOptions, Settings, TemplateOptions
 from specli.decode import Decoder, Request
 from specli.drafters.base import Drafter, SequenceState
-from specli.drafters.model import ModelDrafter
-from specli.drafters.ngram import NgramDrafter
-from specli.errors import ConfigError
-from specli.events import Event, SpeculationState
+from specli.drafting import Drafting
+from specli.errors import ConfigError, EngineError
+from specli.events import Event, Finished, SpeculationState
+from specli.prefix import KeptPrefix
+from specli.profile import profile_path
 from specli.sampling import Sampler
 from specli.verify import Verifier, make_verifier
 
 if TYPE_CHECKING:
+    from specli.controller import Controller
     from specli.engine.llama import LlamaEngine, LlamaModel
 
 _PARSED_TYPES = (2, 3)  # llama_token_type unknown and control: texts that llama.cpp turns into tokens on request
@@ -51,6 +56,9 @@ class Session:
         started_s = time.perf_counter()
         self.settings, self._hooks = settings, hooks or Hooks()
         self._closers: list[Callable[[], None]] = []
+        self._drafting: Drafting | None = None
+        self.controller: Controller | None = None
+        self._events: Generator[Event, None, None] | None = None
         self.seed = settings.sampling.seed
         if settings.verify == "coupled" and self.seed is None:
             self.seed = int(np.random.default_rng().integers(2**32))
@@ -63,54 +71,59 @@ class Session:
 
     def _load(self) -> None:
         settings, speculation = self.settings, self.settings.speculation
-        header = gguf_file.read_header(settings.target.path)
-        gguf_file.check_loadable(header, "target")
+        header = _read_header(settings.target)
+        shards = gguf_file.check_loadable(header, "target")
+        for lora in settings.target.loras:
+            gguf_file.check_adapter(gguf_file.read_header(lora.path), shards)
+        builtin = _builtin(settings.template)
+        self._prepare_process()
         kind, reason = _drafter_kind(settings)
-        n_max = speculation.n_max if kind != "none" else 0
+        k_max = speculation.k_max if kind != "none" else 0
         draft = settings.draft if kind == "draft" else None
         if draft is not None:
             self._check_draft(header, draft)
-        target, draft = self._fit(settings.target, draft, n_max)
+        target, draft = self._fit(settings.target, draft, k_max)
         self.model = self._load_model(target)
-        self.engine = self._make_engine(self.model, target, n_max + 1)
-        self.template = _template(header, self.model)
+        self.engine = self._make_engine(self.model, target, k_max + 1)
+        self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
         banned = tuple(sorted(self.model.end_ids)) if settings.sampling.ignore_eos else ()
         sampling = settings.sampling
         sampler = Sampler(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, banned)
         self.verifier: Verifier = make_verifier(settings.verify, sampler)
         self.drafter: Drafter | None = None
-        label = {"ngram": "n-gram", "draft": f"draft {draft.label}" if draft else ""}.get(kind, "")
-        if kind != "none" and not self.engine.can_roll_back:
-            kind, reason = (
-                "none",
-                f"the memory of {settings.target.label} cannot drop rejected tokens; decoding plainly",
-            )
-            self._hooks.notice(f"speculation off: {reason}")
-        elif draft is not None:
-            kind, reason = self._make_model_drafter(draft)
-        elif kind == "ngram":
-            self.drafter = NgramDrafter(end_ids=self._end_ids, n_min=speculation.n_min, p_min=speculation.p_min)
+        if kind != "none":
+            kind, reason = self._make_drafter(kind, draft, k_max)
+        self._kept = KeptPrefix(self.engine, self.drafter, self._hooks.notice)
         self.speculation = SpeculationState(
             active=kind != "none",
             reason=reason,
-            drafter=label,
-            k=n_max,
+            drafter=self._drafter_label(kind, draft),
+            k=k_max,
             verify=self.verifier.name,
             n_ctx=self.engine.n_ctx,
+            is_fixed=speculation.fixed,
         )
 
     def _check_draft(self, target_header: gguf_file.GgufHeader, draft: ModelOptions) -> None:
         """Compare the vocabularies before any weight is loaded."""
         if draft.path.resolve() == self.settings.target.path.resolve():
             return
-        header = gguf_file.read_header(draft.path)
+        header = _read_header(draft)
         gguf_file.check_loadable(header, "draft")
         comparison = vocab.require_compatible(
             vocab.VocabInfo.from_header(target_header), vocab.VocabInfo.from_header(header)
         )
         for note in comparison.notes:
             self._hooks.notice(note)
+
+    def _prepare_process(self) -> None:
+        """What must be done before llama.cpp starts a thread, and notices of flags that have no effect here."""
+        from specli.engine.process import prepare, without_effect
+
+        models = [self.settings.target, *([self.settings.draft] if self.settings.draft else [])]
+        for line in (*prepare(self.settings.process), *without_effect(models)):
+            self._hooks.notice(line)
 
     def _fit(
         self, target: ModelOptions, draft: ModelOptions | None, n_max: int
@@ -127,21 +140,61 @@ class Session:
         setup = fit(Setup(target, draft, n_max, names), self._hooks.notice)
         return setup.target, setup.draft
 
-    def _make_model_drafter(self, draft: ModelOptions) -> tuple[str, str]:
-        """Load the draft model; the kind of drafter that came of it, and why if none did."""
+    def _make_drafter(self, kind: str, draft: ModelOptions | None, k_max: int) -> tuple[str, str]:
+        """Make the drafter; its kind, and why there is none."""
+        settings, speculation = self.settings, self.settings.speculation
+        if not self.engine.can_roll_back:
+            return self._off(f"the memory of {settings.target.label} cannot drop rejected tokens; decoding plainly")
+        if min(self.engine.n_batch, self.engine.n_ctx) < 2:
+            return self._off("a batch of 1 token has no place for a draft; raise -b, -ub or -c")
+        engine = self._load_draft(draft) if draft is not None else None
+        if engine is not None and draft is not None and not engine.can_roll_back:
+            return self._off(
+                f"the memory of {draft.label} cannot drop rejected tokens, so it cannot draft; decoding plainly"
+            )
+        self._drafting = Drafting(
+            self.engine,
+            self.verifier,
+            self._end_ids,
+            k_max,
+            speculation.n_min,
+            speculation.p_min,
+            is_fixed=speculation.fixed,
+            draft=engine,
+            uses_ngram=kind == "ngram" or (speculation.type == "auto" and not speculation.fixed),
+            profile=None if speculation.fixed else self._profile_path(draft),
+            cancelled=self._hooks.cancelled,
+        )
+        self.drafter, self.controller = self._drafting.make()
+        return kind, ""
+
+    def _drafter_label(self, kind: str, draft: ModelOptions | None) -> str:
+        if kind == "draft" and draft is not None:
+            return f"draft {draft.label}" + (" or n-gram" if self._drafting and self._drafting.uses_ngram else "")
+        return "n-gram" if kind == "ngram" else ""
+
+    def _off(self, reason: str) -> tuple[str, str]:
+        self._hooks.notice(f"speculation off: {reason}")
+        return "none", reason
+
+    def _load_draft(self, draft: ModelOptions) -> LlamaEngine:
+        """Load the draft model, or only a context over the target's weights when both are one file."""
         is_same_file = draft.path.resolve() == self.settings.target.path.resolve()
         model = self.model if is_same_file else self._load_model(draft)
         n_ctx = min(self.engine.n_ctx, model.n_ctx_train) if draft.n_ctx is None else draft.n_ctx
-        engine = self._make_engine(model, replace(draft, n_ctx=n_ctx), 1)
-        if not engine.can_roll_back:
-            reason = f"the memory of {draft.label} cannot drop rejected tokens, so it cannot draft; decoding plainly"
-            self._hooks.notice(f"speculation off: {reason}")
-            return "none", reason
-        speculation = self.settings.speculation
-        self.drafter = ModelDrafter(
-            engine, self.verifier, self.model.n_vocab, self._end_ids, speculation.n_min, speculation.p_min
-        )
-        return "draft", ""
+        return self._make_engine(model, replace(draft, n_ctx=n_ctx), 1)
+
+    def _profile_path(self, draft: ModelOptions | None) -> Path:
+        """Where the controller's measurements of this pair under these settings are kept."""
+        from specli.engine.llama import library_build
+
+        target, parts = self.settings.target, list[object]([library_build(), self.settings.verify])
+        for options in (target, draft) if draft is not None else (target,):
+            parts += [options.path, options.n_gpu_layers, options.flash_attn, options.cache_type_k]
+            parts += [options.cache_type_v, options.n_threads, options.n_threads_batch, options.placement]
+            parts += [options.swa_full, *(lora.path for lora in options.loras)]
+        parts += [sorted(self.settings.process.cpus or ())]
+        return profile_path(*parts)
 
     def _load_model(self, options: ModelOptions) -> LlamaModel:
         from specli.engine.llama import LlamaModel
@@ -161,7 +214,9 @@ class Session:
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, rendered by the model's template. Raises ``ConfigError`` without one."""
         if self.template is None:
-            raise ConfigError("the model has no chat template; use --raw to complete the text as is")
+            raise ConfigError(
+                "the model has no chat template; give one with --chat-template, or use --raw to complete the text as is"
+            )
         bos = self.model.bos if self.model.adds_bos else None
         return tokenize_parts(self.template.parts(messages), self.model.tokenize, bos)
 
@@ -177,24 +232,63 @@ class Session:
         options: GenerationOptions,
         accepted_at_s: float | None = None,
         speculate: bool = True,
-    ) -> Iterator[Event]:
+        *,
+        reuse: bool = False,
+        attempt: int = 0,
+    ) -> Generator[Event, None, None]:
         """Continue ``prompt``. ``accepted_at_s``: the ``time.perf_counter`` mark that TTFT counts from (now).
 
-        ``speculate`` False decodes plainly with the same model and settings, to compare.
+        ``speculate`` False decodes plainly with the same model and settings, to compare. ``reuse`` True keeps what the
+        caches hold from the last prompt that was given with it, as far as the two are the same, and evaluates the rest;
+        False starts from nothing and leaves nothing. ``attempt``: another answer to the same prompt, under
+        ``seed_of(attempt)``. A generation that is still under way ends when the next one begins.
         """
+        self._end_generation()
         accepted_at_s = time.perf_counter() if accepted_at_s is None else accepted_at_s
-        seed = self.seed or 0
-        state = SequenceState(0, list(prompt), seed, np.random.default_rng(self.seed))
+        seed = self.seed_of(attempt)
+        coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
+        state = SequenceState(0, list(prompt), seed or 0, np.random.default_rng(coins))
         limit = None if options.n_predict < 0 else options.n_predict
-        request = Request(state, accepted_at_s, limit, self._end_ids, options.stops)
+        reuse = reuse and speculate
+        if not reuse:
+            self._kept.drop()
+        n_known = self._kept.open(state) if reuse else 0
+        request = Request(state, accepted_at_s, limit, self._end_ids, options.stops, reuse, n_known)
         drafter = self.drafter if speculate else None
         k_max = self.speculation.k if drafter else 0
-        decoder = Decoder(self.engine, self.verifier, self.model.piece, drafter, k_max, self._hooks.cancelled)
-        self.engine.rollback(0, 0)
-        yield from decoder.run([request])
+        piece = self.model.special_piece if options.special else self.model.piece
+        decoder = Decoder(self.engine, self.verifier, piece, drafter, k_max, self._hooks.cancelled)
+        self._events = decoder.run([request])
+        with closing(self._events) as events:  # closing ours closes the loop at once
+            try:
+                for event in events:
+                    if isinstance(event, Finished) and speculate and self.controller is not None:
+                        yield replace(event, explanation=self.controller.explain())
+                    else:
+                        yield event
+            except GeneratorExit:  # closed between two events, where everything is in order
+                raise
+            except BaseException:
+                with suppress(EngineError):  # it would hide the failure
+                    self._kept.drop()
+                raise
+
+    def seed_of(self, attempt: int) -> int | None:
+        """The number that repeats the ``attempt``-th answer to a prompt (0: the first); None where nothing does."""
+        if self.seed is None or attempt == 0:
+            return self.seed
+        return int(np.random.SeedSequence([self.seed, attempt]).generate_state(1)[0])
+
+    def _end_generation(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def close(self) -> None:
         """Free contexts, then weights. Calling it twice is fine."""
+        self._end_generation()
+        if self._closers and self._drafting is not None and self.controller is not None:
+            self._drafting.keep(self.controller)
         while self._closers:
             self._closers.pop()()
 
@@ -216,22 +310,53 @@ def _drafter_kind(settings: Settings) -> tuple[str, str]:
         )
     if speculation.type == "none":
         return "none", "--spec-type none was given"
-    if speculation.n_max == 0:
+    if speculation.k_max == 0:
         return "none", "--spec-draft-n-max is 0"
     if speculation.type == "auto":
         return ("draft", "") if settings.draft is not None else ("ngram", "")
     return speculation.type, ""
 
 
-def _template(header: gguf_file.GgufHeader, model: LlamaModel) -> ChatTemplate | None:
-    """The file's chat template with the texts of all tokens that only the template may write."""
-    if not header.chat_template:
+def _read_header(options: ModelOptions) -> gguf_file.GgufHeader:
+    """The header of a model's (first) file, as ``--override-kv`` has it."""
+    overrides = {override.key: override.value for override in options.kv_overrides}
+    return gguf_file.read_header(options.path).with_overrides(overrides)
+
+
+def _template(
+    header: gguf_file.GgufHeader, model: LlamaModel, options: TemplateOptions, builtin: RenderBuiltin | None
+) -> ChatTemplate | None:
+    """The chat template, the file's own or as asked, with the texts of all tokens that only it may write."""
+    source = options.source or header.chat_template
+    if not source:
         return None
     types = header.token_types if header.token_types is not None else np.zeros(0)
     control = {int(token) for token in np.flatnonzero(np.isin(types, _PARSED_TYPES))} | model.end_ids
     return ChatTemplate(
-        source=header.chat_template,
+        source=source,
         bos_text=model.token_text(model.bos) if model.bos >= 0 else "",
         eos_text=model.token_text(model.eos) if model.eos >= 0 else "",
         control_texts=tuple(sorted(model.token_text(token) for token in control)),
+        kwargs=options.kwargs,
+        builtin=builtin,
     )
+
+
+def _builtin(options: TemplateOptions) -> RenderBuiltin | None:
+    """What renders llama.cpp's own template of that name, or None for jinja text and the file's template.
+
+    Raises ``ConfigError`` for what is neither, before anything is loaded.
+    """
+    if options.source is None:
+        return None
+    from specli.engine.chat_templates import builtin_templates, render_builtin
+
+    name, known = options.source, builtin_templates()
+    if name in known:
+        if options.kwargs:
+            raise ConfigError(f"--chat-template-kwargs was given, but the built-in template {name} takes none")
+        return partial(render_builtin, name)
+    if "{" not in name:
+        raise ConfigError(f"--chat-template got {name!r}, expected jinja text or one of {', '.join(known)}")
+    check_template(name)
+    return None

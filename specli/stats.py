@@ -9,13 +9,15 @@ Definitions (the field's names; units in the name). Undefined is None, never NaN
     TTFT (s)                   request accepted -> first token: tokenizing and prefill in, model loading out
     TPOT (ms/token)            (t_last - t_first) / (n - 1); undefined for n = 1
     decode rate (tok/s)        1000 / TPOT: prompt time is never inside
-    prefill rate (tok/s)       prompt tokens / seconds of evaluating them
+    ITL (ms)                   gap between emitted bursts; per token: a burst's gap shared out over its tokens
+    prefill rate (tok/s)       evaluated prompt tokens / seconds of evaluating them; those reused from a cache are not
 
 EOS counts as a token. Tokens taken back by a stop string count nowhere: not as tokens, not as proposed or accepted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specli.events import Event, Finished, FinishReason, PrefillDone, RoundDone
@@ -38,6 +40,7 @@ class Stats:
     sequence: int = 0
     load_s: float | None = None
     n_prompt: int | None = None
+    n_reused: int = 0  # prompt tokens that the cache held already
     started_at_s: float | None = None
     first_at_s: float | None = None
     prefill_s: float | None = None
@@ -46,6 +49,7 @@ class Stats:
     host_s: float = 0.0
     finish_reason: FinishReason | None = None
     tokens: tuple[int, ...] | None = None
+    explanation: str = ""
     proposed: int = 0  # draft tokens that the target judged
     accepted: int = 0  # draft tokens that it accepted
     _emitted: int = 0  # by rounds
@@ -66,10 +70,10 @@ class Stats:
         elif event.sequence != self.sequence:
             return
         elif isinstance(event, PrefillDone):
-            self.n_prompt, self.started_at_s = event.n_prompt, event.started_at_s
+            self.n_prompt, self.n_reused, self.started_at_s = event.n_prompt, event.n_reused, event.started_at_s
             self.first_at_s, self.prefill_s = event.at_s, event.prefill_s
         elif isinstance(event, Finished):
-            self.finish_reason, self.tokens = event.reason, event.tokens
+            self.finish_reason, self.tokens, self.explanation = event.reason, event.tokens, event.explanation
             self._take_back(event.n_cut)
 
     def _count(self, r: _Round, sign: int) -> None:
@@ -110,9 +114,19 @@ class Stats:
         return self._emitted + (self.first_at_s is not None)
 
     @property
+    def n_evaluated(self) -> int | None:
+        """Prompt tokens that were evaluated: all that the cache did not hold."""
+        return None if self.n_prompt is None else self.n_prompt - self.n_reused
+
+    @property
     def acceptance_rate(self) -> float | None:
         """Accepted / proposed tokens."""
         return _ratio(self.accepted, self.proposed)
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        """Proposed tokens / rounds, those that proposed none included."""
+        return _ratio(self.proposed, self.rounds)
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -151,11 +165,31 @@ class Stats:
         return _ratio(1000, tpot_ms) if tpot_ms is not None else None
 
     @property
+    def itl_burst_ms(self) -> list[float]:
+        """Milliseconds from each emitted burst to the next; the prefill's token is the first burst."""
+        return [1000 * gap_s for gap_s, _ in self._bursts()]
+
+    @property
+    def itl_token_ms(self) -> list[float]:
+        """Milliseconds per token after the first: the gap before its burst, shared out over the burst's tokens."""
+        return [1000 * gap_s / emitted for gap_s, emitted in self._bursts() for _ in range(emitted)]
+
+    def _bursts(self) -> Iterator[tuple[float, int]]:
+        """The gap before each burst that a round emitted (s), and its tokens."""
+        last_s = self.first_at_s
+        if last_s is None:
+            return
+        for r in self._rounds:
+            if r.emitted:
+                yield r.at_s - last_s, r.emitted
+                last_s = r.at_s
+
+    @property
     def prefill_tok_s(self) -> float | None:
-        """Prompt tokens per second of evaluating them."""
-        if self.n_prompt is None or self.prefill_s is None:
+        """Evaluated prompt tokens per second of evaluating them."""
+        if self.n_evaluated is None or self.prefill_s is None:
             return None
-        return _ratio(self.n_prompt, self.prefill_s)
+        return _ratio(self.n_evaluated, self.prefill_s)
 
     @property
     def host_share(self) -> float | None:
@@ -167,6 +201,7 @@ class Stats:
         return {
             "tokens": None if self.tokens is None else list(self.tokens),
             "prompt_tokens": self.n_prompt,
+            "reused_tokens": self.n_reused,
             "rounds": self.rounds,
             "proposed": self.proposed,
             "accepted": self.accepted,
@@ -187,6 +222,32 @@ class Stats:
             },
             "finish_reason": self.finish_reason,
         }
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the turns of a conversation; rates by the definitions above."""
+
+    turns: int = 0
+    evaluated: int = 0  # prompt tokens
+    reused: int = 0  # prompt tokens
+    generated: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    def add(self, stats: Stats) -> None:
+        """Count one turn that has ended."""
+        self.turns += 1
+        self.evaluated += stats.n_evaluated or 0
+        self.reused += stats.n_reused
+        self.generated += stats.n_tokens
+        self.proposed += stats.proposed
+        self.accepted += stats.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / proposed tokens."""
+        return _ratio(self.accepted, self.proposed)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -43,15 +43,15 @@ DEFAULTS = Sampler(temperature=0.8)
 # (chat prompt, most tokens to generate). The repeating ones give n-gram drafting something to do.
 PROMPTS = (
     ("Why is the sky blue?", EXACT_TOKENS),
-    ("Write a short story about a fox who learns to read.", EXACT_TOKENS),
-    ("Count from one to thirty, one number per line.", 48),
-    ("Repeat this sentence five times: The quick brown fox jumps over the lazy dog.", 48),
-    ("Write a Python function that returns the n-th Fibonacci number.", 48),
-    ("List ten animals and the sound that each of them makes.", 48),
+    ("Write a short story about a fox who learns to read.", 96),
+    ("Count from one to thirty, one number per line.", 40),
+    ("Repeat this sentence five times: The quick brown fox jumps over the lazy dog.", 40),
+    ("Write a Python function that returns the n-th Fibonacci number.", 40),
+    ("List ten animals and the sound that each of them makes.", 40),
     ('Copy as JSON: name "Ada Lindqvist", city "Stavanger", quantity 24, price 18.40, item "probe".', 64),
-    ("Translate into French: good morning, my friend, how are you today?", 48),
-    ("What is 17 times 23? Explain each step.", 48),
-    ("Write a poem about 日本 and a llama 🦙, with many emoji.", 48),
+    ("Translate into French: good morning, my friend, how are you today?", 40),
+    ("What is 17 times 23? Explain each step.", 40),
+    ("Write a poem about 日本 and a llama 🦙, with many emoji.", 40),
 )
 
 
@@ -283,7 +283,7 @@ def test_prompts_are_fed_alike_on_both_paths(q4_0_path, draft_path, monkeypatch)
 
 @pytest.mark.parametrize("sampling", [("--temp", "0"), ("--temp", "0.8", "-s", "7")], ids=["greedy", "seed"])
 def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, sampling):
-    common = ("run", *sampling, "-fa", "on", "-n", "60", "-p", PROMPTS[2][0])
+    common = ("run", *sampling, "-fa", "on", "-n", "60", "-p", PROMPTS[1][0])
     outputs = {}
     for name, flags in {
         "plain": ("--spec-type", "none"),
@@ -295,7 +295,7 @@ def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, 
         assert (run.code, run.err) == (0, ""), name
         outputs[name] = run.out
     assert set(outputs.values()) == {outputs["plain"]}
-    assert len(outputs["plain"]) > 60
+    assert len(outputs["plain"]) > 100
     figures = specli(*common, "--stats-json", "-")
     told = json.loads(figures.out)
     assert told["text"].encode() == outputs["plain"]

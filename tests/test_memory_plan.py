@@ -14,24 +14,16 @@ from tiny_gguf import write_tiny
 from specli import gguf_file
 from specli.config import ModelOptions
 from specli.errors import EngineError, ModelLoadError
-from specli.memory_plan import (
+from specli.memory_plan import HOST, MIB, Buffer, ModelMemory, Plan, Room, Setup, make_plan, weights_by_type
+from specli.memory_search import (
     CONTEXT_FLOOR,
     CONTEXT_MIN,
     CONTEXT_STEP,
-    HOST,
-    MIB,
-    Buffer,
-    ModelMemory,
-    Plan,
-    Room,
-    Setup,
     choose,
     draft_cost,
     longest_context,
-    make_plan,
     require_fit,
     suggest,
-    weights_by_type,
 )
 
 TARGET, DRAFT = Path("target.gguf"), Path("draft.gguf")
@@ -207,7 +199,10 @@ def test_an_unset_context_shrinks_to_the_longest_that_fits() -> None:
     # 40 - 25 of compute = 15 MiB for 9 MiB per 1024 tokens
     assert choice.plan.setup.target.n_ctx == 15 * 1024 // 9 // CONTEXT_STEP * CONTEXT_STEP == 1536
     assert choice.plan.draft.n_ctx == 1536
-    assert "a context of 1536 tokens, not 8192, because 97 MiB must stay" in choice.notices[0]
+    assert choice.notices[0] == (
+        "-c was not given: a context of 1536 tokens, not 8192: "
+        "202 MiB and a reserve of 10 MiB would not fit the 50 MiB that CPU has free"
+    )
     require_fit(choice.plan, sizer)
 
 
@@ -262,6 +257,7 @@ def test_last_the_drafts_layers_leave() -> None:
     plan = choose(setup(), TableSizer(free=1000, gpu=11)).plan
     assert plan.setup.target.n_gpu_layers == "0"
     assert 0 < int(plan.setup.draft.n_gpu_layers) < 5
+    assert plan.target.n_ctx == 8192  # the target's cache is in RAM then, where it fits
 
 
 def test_only_auto_layers_are_moved() -> None:

@@ -17,7 +17,8 @@ from specli.engine.base import Slice
 from specli.engine.log import LOG
 from specli.engine.sizing import LlamaSizer, fit, host_room
 from specli.errors import EngineError, ModelLoadError
-from specli.memory_plan import HOST, HOST_RESERVE, MIB, Room, Setup, choose, make_plan, rough_bound, suggest
+from specli.memory_plan import HOST, HOST_RESERVE, MIB, Room, Setup, make_plan, rough_bound
+from specli.memory_search import choose, suggest
 from specli.session import Hooks, Session
 
 SIZE = re.compile(r"\w+: +(.+?) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")

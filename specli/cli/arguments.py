@@ -22,8 +22,7 @@ _LACKING_NAMES = """
 --lookup-cache-dynamic --keep --swa-full -ctxcp --ctx-checkpoints -cram --cache-ram -kvu --kv-unified
 --context-shift --no-context-shift --chunks -co --color -sysf --system-prompt-file --in-file -bf --binary-file -e
 --escape --no-escape -ptc --print-token-count --prompt-cache --prompt-cache-all --prompt-cache-ro -sp --special
--cnv --conversation -no-cnv --no-conversation -st --single-turn -i --interactive -if --interactive-first -mli
---multiline-input --in-prefix-bos --in-prefix --in-suffix --warmup --no-warmup --spm-infill --samplers
+-mli --multiline-input --in-prefix-bos --in-prefix --in-suffix --warmup --no-warmup --spm-infill --samplers
 --sampler-seq --sampling-seq --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p
 --repeat-last-n --repeat-penalty --presence-penalty --frequency-penalty --dry-multiplier --dry-base
 --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker --adaptive-target --adaptive-decay
@@ -88,6 +87,16 @@ def check(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
                 value = argument.removeprefix(short)
                 raise ConfigError(f"{argument} is not an option; write the value apart: {short} {value}")
     return notes
+
+
+def draft_length(value: str) -> int | None:
+    """``--spec-draft-n-max``: a number of tokens, or None for auto."""
+    if value == "auto":
+        return None
+    try:
+        return int(value)
+    except ValueError as error:
+        raise ConfigError(f"--spec-draft-n-max got {value!r}, expected auto or a number of tokens") from error
 
 
 def map_spec_type(value: str) -> tuple[str, str | None]:

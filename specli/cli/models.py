@@ -57,6 +57,9 @@ class ModelChoice:
             kept = {"hf_repo"} if typed == {"hf_file"} else set()
             if typed:
                 values.update({name: None for name in {*names} - kept if origins[name] == "ENVIRONMENT"})
+        for name in ("model", "draft_model"):
+            if values[name] is not None:
+                values[name] = Path(values[name])  # older Typers keep a str in the context
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -89,13 +92,11 @@ def resolve_models(
     choice: ModelChoice,
     console: Console,
     cancelled: Callable[[], bool],
-    *,
-    use_pair_length: bool = False,
 ) -> Settings:
     """``settings`` with the files that ``choice`` names, downloaded where they are on the hub.
 
-    A draft is looked for only where ``settings`` has one and uses it. ``use_pair_length``: the pair's draft length
-    replaces the one in ``settings``. Raises ``ConfigError``, ``ModelLoadError``, ``Cancelled``.
+    A draft is looked for only where ``settings`` has one and uses it. Raises ``ConfigError``, ``ModelLoadError``,
+    ``Cancelled``.
     """
     pair = registry.find_pair(choice.pair or registry.DEFAULT_PAIR) if choice.is_pair else None
     target, draft = settings.target, settings.draft
@@ -106,7 +107,7 @@ def resolve_models(
         path, name = prepare_source(pair.target, console.notice, cancelled, console, choice.hf_token)
         target = dataclasses.replace(target, path=path, name=name)
     speculation = settings.speculation
-    is_unused = speculation.type in ("none", "ngram") or (speculation.n_max == 0 and speculation.type == "auto")
+    is_unused = speculation.type in ("none", "ngram") or (speculation.k_max == 0 and speculation.type == "auto")
     if draft is not None and choice.draft_model is None:
         if is_unused:
             draft = None
@@ -114,9 +115,7 @@ def resolve_models(
             draft = _at(draft, fetch(hub.parse_reference(choice.hf_repo_draft, "-hfd"), console, choice.hf_token))
         else:
             draft = _at(draft, locate(pair.draft, console, choice.hf_token)) if pair is not None else None
-    if use_pair_length and pair is not None and pair.n_max is not None:
-        speculation = dataclasses.replace(speculation, n_max=pair.n_max)
-    return dataclasses.replace(settings, target=target, draft=draft, speculation=speculation)
+    return dataclasses.replace(settings, target=target, draft=draft)
 
 
 def prepare_source(

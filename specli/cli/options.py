@@ -101,6 +101,22 @@ System = Annotated[str | None, typer.Option("-sys", "--system-prompt", rich_help
 Raw = Annotated[
     bool, typer.Option("--raw", rich_help_panel=PROMPT, help="Complete the text as is, without the chat template.")
 ]
+Conversation = Annotated[
+    bool | None,
+    typer.Option(
+        "-cnv/-no-cnv",
+        "--conversation/--no-conversation",
+        rich_help_panel=PROMPT,
+        help="Chat (unset: when no prompt is given on a terminal); a pipe's lines are the messages.",
+    ),
+]
+Interactive = Annotated[
+    bool,
+    typer.Option("-i", "--interactive", "-if", "--interactive-first", rich_help_panel=PROMPT, help="The same as -cnv."),
+]
+SingleTurn = Annotated[
+    bool, typer.Option("-st", "--single-turn", rich_help_panel=PROMPT, help="Chat for one answer, then exit.")
+]
 NPredict = Annotated[
     int,
     typer.Option(
@@ -177,7 +193,7 @@ SpecType = Annotated[
     ),
 ]
 DraftMax = Annotated[
-    int | None,
+    str,
     typer.Option(
         "--spec-draft-n-max",
         "--draft-max",
@@ -185,7 +201,14 @@ DraftMax = Annotated[
         "--draft-n",
         envvar=["LLAMA_ARG_SPEC_DRAFT_N_MAX", "LLAMA_ARG_DRAFT_MAX"],
         rich_help_panel=SPECULATION,
-        help="Longest draft (K), tokens.",
+        metavar="N|auto",
+        help="Longest draft (K), tokens; auto leaves it to the controller.",
+    ),
+]
+DraftFixed = Annotated[
+    bool,
+    typer.Option(
+        "--draft-fixed", rich_help_panel=SPECULATION, help="Always draft K tokens (auto: 3), whether it pays or not."
     ),
 ]
 DraftMin = Annotated[
@@ -226,7 +249,7 @@ CtxSize = Annotated[
         "--ctx-size",
         envvar="LLAMA_ARG_CTX_SIZE",
         rich_help_panel=HARDWARE,
-        help="Context, tokens; 0 as trained (unset: as trained, at most 8192).",
+        help="Context, tokens; 0 as trained (unset: as trained, at most 8192, less if memory is short).",
     ),
 ]
 BatchSize = Annotated[
@@ -283,7 +306,7 @@ GpuLayers = Annotated[
         "--n-gpu-layers",
         envvar="LLAMA_ARG_N_GPU_LAYERS",
         rich_help_panel=HARDWARE,
-        help="Layers on the GPU: a number, auto, all.",
+        help="Layers on the GPU: a number, auto (what fits), all.",
     ),
 ]
 GpuLayersDraft = Annotated[

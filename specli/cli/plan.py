@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from specli.cli import options as o
+from specli.cli.arguments import draft_length
 from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
 from specli.config import ModelOptions, Settings, SpeculationOptions
@@ -35,7 +36,7 @@ def plan(
     hf_repo_draft: o.HfRepoDraft = None,
     hf_token: o.HfToken = None,
     output: o.Output = FORMATS[0],
-    draft_max: o.DraftMax = None,
+    draft_max: o.DraftMax = "auto",
     ctx_size: o.CtxSize = ModelOptions.n_ctx,
     batch_size: o.BatchSize = ModelOptions.n_batch,
     ubatch_size: o.UbatchSize = ModelOptions.n_ubatch,
@@ -57,58 +58,46 @@ def plan(
     if output not in FORMATS:
         raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
     choice = ModelChoice.of(context)
-    target = ModelOptions(
-        path=choice.model or Path(),
-        n_ctx=ctx_size,
-        n_batch=batch_size,
-        n_ubatch=ubatch_size,
-        n_gpu_layers=gpu_layers,
-        flash_attn=flash_attn,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-    )
-    draft = dataclasses.replace(
-        target,
-        path=choice.draft_model or Path(),
-        n_ctx=None,
-        n_gpu_layers=gpu_layers_draft,
-        cache_type_k=cache_type_k_draft,
-        cache_type_v=cache_type_v_draft,
-    )
-    speculation = SpeculationOptions(n_max=SpeculationOptions.n_max if draft_max is None else draft_max)
-    settings = _resolve(Settings(target, draft, speculation=speculation), choice, draft_max is None)
+    common = ModelOptions(Path(), n_batch=batch_size, n_ubatch=ubatch_size, flash_attn=flash_attn)
+    target = replace(common, path=choice.model or Path(), n_ctx=ctx_size, n_gpu_layers=gpu_layers)
+    target = replace(target, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
+    draft = replace(common, path=choice.draft_model or Path(), n_gpu_layers=gpu_layers_draft)
+    draft = replace(draft, cache_type_k=cache_type_k_draft, cache_type_v=cache_type_v_draft)
+    speculation = SpeculationOptions(n_max=draft_length(draft_max))
+    settings = _resolve(Settings(target, draft, speculation=speculation), choice)
 
     from specli.memory_plan import Setup
 
-    report = _report(Setup(settings.target, settings.draft, settings.speculation.n_max, choice.flags()))
+    report = _report(Setup(settings.target, settings.draft, settings.speculation.k_max, choice.flags()))
     _print(report, output)
     if not report.plan.fits:
         raise typer.Exit(_DOES_NOT_FIT)
 
 
-def _resolve(settings: Settings, choice: ModelChoice, use_pair_length: bool) -> Settings:
+def _resolve(settings: Settings, choice: ModelChoice) -> Settings:
     from specli.render.choose import choose as choose_renderer
 
     with Interrupt() as interrupt, choose_renderer(sys.stderr, sys.stderr, os.environ) as console:
-        return resolve_models(settings, choice, console, interrupt, use_pair_length=use_pair_length)
+        return resolve_models(settings, choice, console, interrupt)
 
 
 def _report(setup: Setup) -> Report:
-    from specli import gguf_file, memory_plan
+    from specli import gguf_file, memory_search
     from specli.engine.sizing import LlamaSizer
+    from specli.memory_plan import weights_by_type
     from specli.render.plan import Report
 
     headers = [gguf_file.check_loadable(gguf_file.read_header(setup.target.path), "target")]
     if setup.draft is not None:
         headers.append(gguf_file.check_loadable(gguf_file.read_header(setup.draft.path), "draft"))
-    with LlamaSizer() as sizer:
-        choice = memory_plan.choose(setup, sizer)
+    with LlamaSizer(models=[setup.target, *([setup.draft] if setup.draft else [])]) as sizer:
+        choice = memory_search.choose(setup, sizer)
         return Report(
             plan=choice.plan,
             notices=choice.notices,
-            weights=[memory_plan.weights_by_type(shards) for shards in headers],
-            cost=memory_plan.draft_cost(choice.plan, sizer),
-            suggestions=() if choice.plan.fits else memory_plan.suggest(choice.plan, sizer),
+            weights=[weights_by_type(shards) for shards in headers],
+            cost=memory_search.draft_cost(choice.plan, sizer),
+            suggestions=() if choice.plan.fits else memory_search.suggest(choice.plan, sizer),
         )
 
 

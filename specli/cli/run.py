@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -14,11 +13,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from specli.cli import options as o
-from specli.cli.arguments import map_spec_type
+from specli.cli.arguments import draft_length, map_spec_type
+from specli.cli.chat import ChatRequest, chat, wants_chat
 from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
 from specli.cli.prompt import read_prompt
 from specli.cli.show_config import show_config as print_config
+from specli.cli.stats_json import StatsJson
 from specli.config import (
     RANDOM_SEED,
     GenerationOptions,
@@ -33,7 +34,6 @@ from specli.events import FinishReason, Text
 if TYPE_CHECKING:
     from specli.render.base import Renderer
     from specli.session import Session
-    from specli.stats import Stats
 
 
 def run(
@@ -49,6 +49,9 @@ def run(
     file: o.PromptFile = None,
     system: o.System = None,
     raw: o.Raw = False,
+    conversation: o.Conversation = None,
+    interactive: o.Interactive = False,
+    single_turn: o.SingleTurn = False,
     n_predict: o.NPredict = GenerationOptions.n_predict,
     stops: o.Stops = None,
     ignore_eos: o.IgnoreEos = SamplingOptions.ignore_eos,
@@ -60,7 +63,8 @@ def run(
     min_p: o.MinP = SamplingOptions.min_p,
     seed: o.Seed = -1,
     spec_type: o.SpecType = SpeculationOptions.type,
-    draft_max: o.DraftMax = None,
+    draft_max: o.DraftMax = "auto",
+    draft_fixed: o.DraftFixed = SpeculationOptions.fixed,
     draft_min: o.DraftMin = SpeculationOptions.n_min,
     draft_p_min: o.DraftPMin = SpeculationOptions.p_min,
     verify: o.Verify = SpeculationOptions.verify,
@@ -112,25 +116,30 @@ def run(
     sampling = SamplingOptions(
         temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos
     )
-    n_max = SpeculationOptions.n_max if draft_max is None else draft_max
-    speculation = SpeculationOptions(kind, n_max, draft_min, draft_p_min, verify)
+    speculation = SpeculationOptions(kind, draft_length(draft_max), draft_min, draft_p_min, verify, draft_fixed)
     settings = Settings(target, draft, sampling, speculation, fit, choice.flags())
     if show_config:
         print_config(context, choice, settings)
         return
     if raw and system is not None:
         raise ConfigError("-sys was given with --raw, which has no place for a system message; leave one out")
-    answer = _Answer(read_prompt(prompt, file), system, raw, generation, _JsonSink(stats_json))
+    has_prompt = prompt is not None or file is not None
+    answer: _Answer | ChatRequest
+    if is_chat := wants_chat(conversation, interactive, single_turn, has_prompt, raw):
+        first = read_prompt(prompt, file) if has_prompt else None
+        answer = ChatRequest(first, system, generation, single_turn, StatsJson(stats_json), not show_stats)
+    else:
+        answer = _Answer(read_prompt(prompt, file), system, raw, generation, StatsJson(stats_json))
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        renderer = stack.enter_context(_renderer(stats_json == "-", show_stats))
+        renderer = stack.enter_context(_renderer(stats_json == "-", show_stats, is_chat))
         if note:
             renderer.notice(note)
-        settings = resolve_models(settings, choice, renderer, interrupt, use_pair_length=draft_max is None)
+        settings = resolve_models(settings, choice, renderer, interrupt)
         if verbose:
             _show_log()
         reason = _generate(settings, answer, renderer, interrupt)
-    if reason == "cancelled":
+    if reason == "cancelled" and (single_turn or not is_chat):
         raise typer.Exit(Cancelled.exit_code)
 
 
@@ -142,7 +151,7 @@ class _Answer:
     system: str | None
     raw: bool
     generation: GenerationOptions
-    json: _JsonSink
+    json: StatsJson
 
     def prompt_ids(self, session: Session, renderer: Renderer) -> list[int]:
         """Token ids, through the chat template unless ``--raw`` was given or the model has none."""
@@ -158,46 +167,18 @@ class _Answer:
         return session.chat_ids([*system, Message("user", self.text)])
 
 
-class _JsonSink:
-    """``--stats-json``: a file, ``-`` for stdout, or nowhere. Looked at before anything is loaded."""
-
-    def __init__(self, target: str | None) -> None:
-        self._target = target
-        path = Path(target) if target not in (None, "-") else None
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"--stats-json {path} cannot be written: it is a folder, or its folder does not exist")
-
-    def write(self, session: Session, stats: Stats, text: str) -> None:
-        """Write the object, whole. Raises ``ConfigError`` when the file cannot be written."""
-        if self._target is None:
-            return
-        speculation = session.speculation
-        figures = {
-            "text": text,
-            **stats.as_dict(),
-            "seed": session.seed,
-            "verify": speculation.verify,
-            "speculating": speculation.active,
-            "reason": speculation.reason or None,
-        }
-        data = json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n"
-        if self._target == "-":
-            sys.stdout.write(data)
-            return
-        try:
-            Path(self._target).write_text(data, "utf-8")
-        except OSError as error:
-            raise ConfigError(f"--stats-json {self._target} cannot be written: {error.strerror}") from error
-
-
-def _generate(settings: Settings, answer: _Answer, renderer: Renderer, interrupt: Interrupt) -> FinishReason | None:
-    """Load, generate, show; why generation ended."""
+def _generate(
+    settings: Settings, answer: _Answer | ChatRequest, renderer: Renderer, interrupt: Interrupt
+) -> FinishReason | None:
+    """Load, generate, show; why the (last) generation ended."""
     from specli.session import Hooks, Session
     from specli.stats import Stats
 
     hooks = Hooks(renderer.progress, renderer.notice, interrupt)
     with Session(settings, hooks) as session:
         renderer.begin(session.speculation)
+        if isinstance(answer, ChatRequest):
+            return chat(session, answer, renderer, interrupt)
         accepted_at_s = time.perf_counter()
         stats, text = Stats(load_s=session.load_s), []
         prompt = answer.prompt_ids(session, renderer)
@@ -216,12 +197,15 @@ def _show_log() -> None:
     LOG.verbose = True
 
 
-def _renderer(json_on_stdout: bool, show_stats: bool) -> Renderer:
-    """The live renderer on a terminal (with the summary), plain text on a pipe, nothing on stdout under JSON."""
+def _renderer(json_on_stdout: bool, show_stats: bool, is_chat: bool) -> Renderer:
+    """The live renderer on a terminal, plain text on a pipe, nothing on stdout under JSON.
+
+    One answer on a terminal is followed by the summary, without being asked for.
+    """
     from specli.render.choose import choose
 
     stdout = open(os.devnull, "w", encoding="utf-8") if json_on_stdout else sys.stdout  # noqa: PTH123, SIM115
-    show_summary = show_stats or (stdout.isatty() and sys.stderr.isatty())
+    show_summary = show_stats or (stdout.isatty() and sys.stderr.isatty() and not is_chat)
     return choose(stdout, sys.stderr, os.environ, show_summary=show_summary)
 
 

@@ -69,8 +69,6 @@ def _from_pair(choice: ModelChoice) -> dict[str, tuple[str, str]]:
     values = {"model": str(pair.target.source)}
     if choice.draft_model is None and choice.hf_repo_draft is None:
         values["draft_model"] = str(pair.draft.source)
-    if pair.n_max is not None:
-        values["draft_max"] = str(pair.n_max)
     return {name: (value, origin) for name, value in values.items()}
 
 
@@ -80,7 +78,7 @@ def _words(settings: Settings) -> dict[str, str]:
         "ctx_size": f"as trained, at most {CONTEXT_CAP}, less if memory is short",
         "gpu_layers": "auto (what fits)",
         "gpu_layers_draft": "auto (what fits)",
-        "draft_max": str(settings.speculation.n_max),
+        "draft_max": f"auto (up to {settings.speculation.k_max})",
         "verify": settings.verify,
         "seed": "none",
         "threads": "one per physical core",

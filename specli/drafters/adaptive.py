@@ -95,6 +95,13 @@ class AdaptiveDrafter:
             controller.observe_draft(pending.kind, pending.chances, part.accepted)
         self._n_passes = self._n_lacking = 0
 
+    def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
+        """Tell both drafters."""
+        self._pending.pop(sequence.id, None)
+        for drafter in (self._model, self._ngram):
+            if drafter is not None:
+                drafter.rewind(sequence, n_tokens)
+
     def forget(self, sequence: SequenceState) -> None:
         """Tell both drafters; what the controller learned stays."""
         self._pending.pop(sequence.id, None)

@@ -80,10 +80,19 @@ class Drafter(Protocol):
         """At most ``budgets[i]`` tokens for ``sequences[i]``. An empty draft is a normal answer."""
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """``tokens`` have just been appended to ``sequence.tokens`` (the prompt, on the first call)."""
+        """``tokens`` have just been appended to ``sequence.tokens``.
+
+        The first call, and the first after ``rewind``, bring the prompt, before it is evaluated.
+        """
 
     def observe(self, outcome: RoundDone) -> None:
         """What the round cost and brought that the last proposals led to."""
+
+    def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
+        """A new prompt shares its first ``n_tokens`` with what was committed: keep no more than these.
+
+        The next ``commit`` brings the rest of that prompt.
+        """
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended; drop what is kept for it."""

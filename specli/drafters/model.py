@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from specli.drafters.base import EMPTY, Chooser, Draft, SequenceState
-from specli.engine.base import Engine, Row, Slice
+from specli.engine.base import Engine, Row, Slice, roll_back_or_clear
 from specli.events import RoundDone
 from specli.sampling import Distribution, top_probability
 
@@ -98,6 +98,12 @@ class ModelDrafter:
 
     def observe(self, outcome: RoundDone) -> None:
         """Nothing to learn: length is decided by ``pacer``."""
+
+    def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
+        """Roll the cache back; where it cannot go back that far, empty it."""
+        self._drafted.pop(sequence.id, None)
+        if self._engine.n_past(sequence.id) > n_tokens:
+            roll_back_or_clear(self._engine, sequence.id, n_tokens)
 
     def forget(self, sequence: SequenceState) -> None:
         """Empty the sequence's cache."""

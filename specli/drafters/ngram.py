@@ -84,6 +84,18 @@ class _History:
         self.edited = False  # whether the last token differed from the copied text
         self.hits = [0.0] * (2 * sizes[0] + 2)
         self.tries = [0.0] * (2 * sizes[0] + 2)
+        self.is_prompt = True  # the next tokens are somebody else's text: nothing to learn from
+
+    def cut(self, n_tokens: int) -> _History:
+        """The first ``n_tokens``, indexed anew where there are more; what was learned stays."""
+        history = self
+        if n_tokens < len(self.tokens):
+            history = _History([size for size, _, _ in self.tables])
+            for token in self.tokens[:n_tokens]:
+                history.append(token)
+            history.hits, history.tries = self.hits, self.tries
+        history.streak, history.source, history.edited, history.is_prompt = 0, -1, False, True
+        return history
 
     def pushed(self, suffix: int, token: int) -> int:
         """``suffix`` with ``token`` behind it and its first id dropped."""
@@ -215,19 +227,24 @@ class NgramDrafter:
         return Draft(ids, [None] * len(ids), np.array(rates)) if len(ids) >= max(1, self._n_min) else EMPTY
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-        """Index ``tokens``; all but the first call (the prompt) also teach the hit rates. O(sizes) per token."""
+        """Index ``tokens``; all but a prompt's also teach the hit rates. O(sizes) per token."""
         history = self._histories.get(sequence.id)
         if history is None:
             history = self._histories[sequence.id] = _History(self._sizes)
-            for token in tokens:
-                history.append(token)
-            return
         for token in tokens:
-            history.learn(token)
+            if not history.is_prompt:
+                history.learn(token)
             history.append(token)
+        history.is_prompt = False
 
     def observe(self, outcome: RoundDone) -> None:
         """Nothing to learn from times; the hit rates learn on commit."""
+
+    def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
+        """Index no more than the first ``n_tokens``, the next ones as a prompt; the hit rates stay."""
+        history = self._histories.get(sequence.id)
+        if history is not None:
+            self._histories[sequence.id] = history.cut(n_tokens)
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the sequence's index and statistics."""

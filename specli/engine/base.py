@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specli.errors import ContextOverflow, EngineError
+from specli.errors import ContextOverflow, EngineError, RollbackUnsupported
 
 Row = NDArray[np.float32]  # (n_vocab,)
 Rows = NDArray[np.float32]  # (n_wanted, n_vocab)
@@ -115,6 +115,19 @@ class CacheLedger:
         if not 0 <= n_past <= self._n_past[sequence]:
             raise EngineError(f"cannot roll back to {n_past} tokens, the cache holds {self._n_past[sequence]}")
         self._n_past[sequence] = n_past
+
+
+def roll_back_or_clear(engine: Engine, sequence: int, n_past: int) -> bool:
+    """Roll back to ``n_past`` tokens, or to none where the memory cannot go back that far; whether it could.
+
+    Recurrent memories never can, sliding windows only while what they need is still there.
+    """
+    try:
+        engine.rollback(sequence, n_past)
+    except RollbackUnsupported:
+        engine.rollback(sequence, 0)
+        return False
+    return True
 
 
 CancelCheck = Callable[[], bool]

@@ -10,22 +10,20 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from specli.config import CACHE_TYPES, CONTEXT_CAP, ModelOptions
+from specli.config import Lora, ModelOptions
 from specli.engine.base import CacheLedger, CancelCheck, Evaluation, Rows, Slice
 from specli.engine.log import LOG
+from specli.engine.parameters import ModelParameters, context_length, context_params, physical_batch
 from specli.errors import Cancelled, EngineError, ModelLoadError, RollbackUnsupported
 
 ProgressFunction = Callable[[float], None]  # a fraction in [0, 1]
 
-_GGML_TYPES = {name: getattr(llama_cpp, f"GGML_TYPE_{name.upper()}", 30) for name in CACHE_TYPES}  # 30 = BF16
-_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
-_GPU_LAYERS = {"auto": -1, "all": -2}
 _NO_SLOT, _ABORTED = 1, 2  # llama_decode's return codes
 
 
@@ -33,23 +31,23 @@ class LlamaModel:
     """Weights and vocabulary of one GGUF file; contexts (``LlamaEngine``) share them."""
 
     def __init__(self, options: ModelOptions, on_progress: ProgressFunction, cancelled: CancelCheck) -> None:
-        """Load the weights. Raises ``ModelLoadError`` or ``Cancelled``."""
+        """Load the weights and LoRA adapters. Raises ``ModelLoadError``, ``ConfigError`` or ``Cancelled``."""
         self.options = options
         self._handle: int | None = None
-        self._pieces: dict[int, bytes] = {}
+        self.adapters: list[Any] = []  # llama.cpp's pointers in the order of ``options.loras``; freed with the weights
+        self._pieces: dict[tuple[int, bool], bytes] = {}
         self._piece_buffer = ctypes.create_string_buffer(512)
         llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers(options)
+        parameters = ModelParameters(options)
 
         def report(fraction: float, _user_data: object) -> bool:
             on_progress(fraction)
             return not cancelled()  # False makes llama.cpp stop; a KeyboardInterrupt here would be swallowed
 
-        params.progress_callback = callback = llama_cpp.llama_progress_callback(report)
+        parameters.params.progress_callback = callback = llama_cpp.llama_progress_callback(report)
         LOG.clear()
-        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(options.path), params)
-        del callback
+        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(options.path), parameters.params)
+        del callback, parameters
         if cancelled():
             self.close()
             raise Cancelled(f"stopped while loading {options.label}")
@@ -64,6 +62,25 @@ class LlamaModel:
         self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
         is_eog = llama_cpp.llama_vocab_is_eog
         self.end_ids = frozenset(token for token in range(self.n_vocab) if is_eog(self._vocab, token))
+        try:
+            self.adapters = [self._load_adapter(lora) for lora in options.loras]
+        except ModelLoadError:
+            self.close()
+            raise
+
+    def _load_adapter(self, lora: Lora) -> object:
+        LOG.clear()
+        adapter = llama_cpp.llama_adapter_lora_init(self.handle, os.fsencode(lora.path))
+        if not adapter:
+            reason = LOG.last_error() or "it gave no reason"
+            raise ModelLoadError(f"llama.cpp could not lay {lora.path} over {self.options.label}: {reason}")
+        return adapter
+
+    @property
+    def keeps_state(self) -> bool:
+        """A recurrent or hybrid architecture, whose memory cannot drop a tail (``llama_memory_recurrent``)."""
+        is_kind = llama_cpp.llama_model_is_recurrent, llama_cpp.llama_model_is_hybrid
+        return any(asked(self.handle) for asked in is_kind)
 
     @property
     def handle(self) -> int:
@@ -89,17 +106,25 @@ class LlamaModel:
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token, however many; control tokens are empty."""
-        found = self._pieces.get(token)
+        return self._piece(token, False)
+
+    def special_piece(self, token: int) -> bytes:
+        """The same with control tokens as the vocabulary lists them (``--special``)."""
+        return self._piece(token, True)
+
+    def _piece(self, token: int, shows_control: bool) -> bytes:
+        key = (token, shows_control)
+        found = self._pieces.get(key)
         if found is None:
-            found = self._pieces[token] = self._read_piece(token)
+            found = self._pieces[key] = self._read_piece(token, shows_control)
         return found
 
-    def _read_piece(self, token: int) -> bytes:
+    def _read_piece(self, token: int, shows_control: bool) -> bytes:
         buffer = self._piece_buffer
-        n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, shows_control)
         if n < 0:
             buffer = ctypes.create_string_buffer(-n)
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, shows_control)
         return buffer.raw[:n]
 
     def token_text(self, token: int) -> str:
@@ -118,8 +143,8 @@ class LlamaEngine(CacheLedger):
     """A context: caches for ``n_sequences`` sequences over the weights of ``model``.
 
     ``n_rows_max`` logits rows can be asked for at once. ``can_roll_back`` was tried out at construction, by the
-    two-token pass that also warms the model up. ``n_batch`` is what one evaluate takes: llama.cpp's physical batch, so
-    that an interrupt waits for one of them at most.
+    two-token pass that also warms the model up; with ``--no-warmup`` the architecture decides. ``n_batch`` is what one
+    evaluate takes: llama.cpp's physical batch, so that an interrupt waits for one of them at most.
     """
 
     def __init__(
@@ -150,7 +175,8 @@ class LlamaEngine(CacheLedger):
         self._abort = llama_cpp.ggml_abort_callback(lambda _data: cancelled())
         self._no_abort = llama_cpp.ggml_abort_callback()
         try:
-            self.can_roll_back = self._probe_rollback()
+            self._apply_adapters(options.loras)
+            self.can_roll_back = self._probe_rollback() if options.warmup else not model.keeps_state
         except BaseException:
             self.close()
             raise
@@ -205,6 +231,15 @@ class LlamaEngine(CacheLedger):
     def _require_open(self) -> None:
         if self._context is None:  # llama.cpp would follow the freed pointer
             raise EngineError("the engine was closed")
+
+    def _apply_adapters(self, wanted: Sequence[Lora]) -> None:
+        """Use the model's adapters; a draft over the target's weights wants none."""
+        if not wanted:
+            return
+        pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(wanted))(*self.model.adapters)
+        scales = (ctypes.c_float * len(wanted))(*(lora.scale for lora in wanted))
+        if llama_cpp.llama_set_adapters_lora(self._context, pointers, len(wanted), scales) != 0:
+            raise EngineError(f"llama.cpp refuses the LoRA adapters: {LOG.last_error() or 'it gave no reason'}")
 
     def _probe_rollback(self) -> bool:
         """Evaluate two tokens and drop one, as llama.cpp's ``common_context_can_seq_rm`` does; also a warm-up."""
@@ -286,58 +321,12 @@ def _pointer(array: NDArray[np.generic], kind: type) -> object:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
 
+def library_build() -> str:
+    """Version and CPU or GPU features of the library in use, as one line."""
+    features: bytes = llama_cpp.llama_print_system_info()
+    return f"{llama_cpp.__version__} {features.decode('utf-8', 'replace')}"
+
+
 def supports_gpu_offload() -> bool:
     """Whether this build of llama.cpp can put layers on a GPU."""
     return bool(llama_cpp.llama_supports_gpu_offload())
-
-
-def physical_cores() -> int:
-    """Physical cores, llama.cpp's default number of threads, within the CPUs that this process may use."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    siblings = set()
-    for cpu in allowed:
-        try:
-            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings").read_text())
-        except OSError:  # not Linux, or hidden by a container: no telling cores from threads
-            return len(allowed)
-    return len(siblings)
-
-
-def _threads(asked: int | None, default: int) -> int:
-    if asked is None:
-        return default
-    return asked if asked > 0 else os.cpu_count() or 1
-
-
-def gpu_layers(options: ModelOptions) -> int:
-    """llama.cpp's ``n_gpu_layers``: negative is all. A plan turns ``auto`` into a number before loading."""
-    return int(_GPU_LAYERS.get(options.n_gpu_layers, options.n_gpu_layers))
-
-
-def context_length(asked: int | None, trained: int) -> int:
-    """Tokens of a context: as asked, 0 as trained, None as trained but at most ``CONTEXT_CAP``."""
-    if asked is None:
-        return min(trained, CONTEXT_CAP)
-    return asked or trained
-
-
-def physical_batch(options: ModelOptions, n_ctx: int) -> int:
-    """Tokens in one pass."""
-    return min(options.n_ubatch, options.n_batch, n_ctx)
-
-
-def context_params(
-    options: ModelOptions, n_ctx: int, n_rows_max: int, n_sequences: int
-) -> llama_cpp.llama_context_params:
-    """What a context of ``n_ctx`` tokens is made with; ``sizing`` asks llama.cpp for its size with the same."""
-    params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
-    params.n_ctx = n_ctx
-    params.n_batch = params.n_ubatch = physical_batch(options, n_ctx)
-    params.n_seq_max, params.kv_unified = n_sequences, n_sequences > 1
-    params.n_outputs_max = n_rows_max
-    threads = _threads(options.n_threads, physical_cores())
-    params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)
-    params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
-    params.type_k, params.type_v = _GGML_TYPES[options.cache_type_k], _GGML_TYPES[options.cache_type_v]
-    params.no_perf = True
-    return params

@@ -24,20 +24,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp._ctypes_extensions import load_shared_library
 
 from specli import gguf_file
-from specli.config import ModelOptions
-from specli.engine.llama import context_length, context_params, gpu_layers
+from specli.config import KvOverride, ModelOptions, PlacementOptions
+from specli.engine.devices import Device, backend_function, list_devices, select_devices
 from specli.engine.log import LOG
+from specli.engine.parameters import ModelParameters, context_length, context_params, gpu_layers
 from specli.errors import EngineError, ModelLoadError
 from specli.free_memory import available_ram
 from specli.memory_plan import (
-    DEVICE_RESERVE,
     HOST,
     HOST_RESERVE,
     MIB,
@@ -46,12 +44,10 @@ from specli.memory_plan import (
     ModelMemory,
     Room,
     Setup,
-    choose,
-    require_fit,
     rough_bound,
 )
+from specli.memory_search import choose, require_fit
 
-_GPU, _INTEGRATED_GPU = 1, 2  # enum ggml_backend_dev_type
 _N_MODELS_OPEN = 2
 _CELL_BYTES = 64  # of llama.cpp's bookkeeping per token of context, allocated under no_alloc too (llama-kv-cells.h)
 _INPUT_TENSORS = ("token_embd.", "position_embd.", "token_types.", "per_layer_token_embd.")  # llama-arch.cpp
@@ -63,6 +59,7 @@ _CACHE_SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \(")
 _STATE_SIZE = re.compile(r"\w+: +(.+?) (?:RS|DSV4 \w+ state) buffer size = +([\d.]+) MiB")
 _COMPUTE_SIZE = re.compile(r"\w+: +(.+?) compute buffer size = +([\d.]+) MiB")
 _BufferRooms = dict[str, str]  # a buffer's or device's name -> the room it is in; what is not there is in RAM
+_ModelKey = tuple[Path, int, PlacementOptions, tuple[KvOverride, ...]]
 KvHeads = Callable[[int], int]  # layer -> KV heads
 _OUTPUT_NAME = re.compile(r"llama_context: +(.+?)  output buffer size = ")
 
@@ -70,14 +67,15 @@ _OUTPUT_NAME = re.compile(r"llama_context: +(.+?)  output buffer size = ")
 class LlamaSizer:
     """``memory_plan.Sizer`` over llama.cpp. A context manager: ``no_alloc`` models stay open to be asked again.
 
-    ``rooms``: what is free, instead of what the system and the devices say.
+    ``rooms``: what is free, instead of what the system and the devices say. ``models``: what will be asked about, whose
+    ``-dev`` says which devices there are; none: llama.cpp's choice.
     """
 
-    def __init__(self, rooms: Sequence[Room] | None = None) -> None:
+    def __init__(self, rooms: Sequence[Room] | None = None, models: Sequence[ModelOptions] = ()) -> None:
         llama_cpp.llama_backend_init()
-        self._devices = list_devices()
+        self._devices = devices_of(models)
         self._given_rooms = rooms
-        self._models: dict[tuple[Path, int], _OpenModel] = {}
+        self._models: dict[_ModelKey, _OpenModel] = {}
         self._tensors: dict[Path, _Tensors] = {}
         self._measured: dict[tuple[ModelOptions, int], ModelMemory] = {}
 
@@ -125,7 +123,7 @@ class LlamaSizer:
 
     def _ask(self, options: ModelOptions, n_ctx: int, n_rows_max: int) -> ModelMemory:
         model = self._open(options)
-        tensors = self._tensors_of(options.path)
+        tensors = self._tensors_of(options)
         with _captured_log() as lines:
             context = llama_cpp.llama_init_from_model(model.handle, context_params(options, n_ctx, n_rows_max, 1))
             reason = LOG.last_error()
@@ -137,39 +135,35 @@ class LlamaSizer:
         n_layers = 1 + int(llama_cpp.llama_model_n_layer(model.handle))
         rooms = {name: device.name for device in self._devices for name in (device.name, device.buffer_name)}
         buffers = [
-            *tensors.buffers(model.layer_devices, self._devices),
+            *tensors.buffers(options, model.layer_devices, self._devices),
             *_context_buffers(lines, tensors.kv_heads, rooms),
             _output_buffer(lines, rooms, model.n_vocab * n_rows_max),
         ]
         return ModelMemory(n_ctx, model.n_ctx_train, n_layers, tuple(part for part in buffers if part.n_bytes))
 
     def _open(self, options: ModelOptions) -> _OpenModel:
-        key = (options.path, gpu_layers(options))
+        key = (options.path, gpu_layers(options), options.placement, options.kv_overrides)
         if key not in self._models:
             while len(self._models) >= _N_MODELS_OPEN:
                 self._models.pop(next(iter(self._models))).close()
-            self._models[key] = _OpenModel(options, key[1], to_cpu=not self._devices)
+            self._models[key] = _OpenModel(options, to_cpu=not select_devices(options.placement))
         else:
             self._models[key] = self._models.pop(key)  # used last
         return self._models[key]
 
-    def _tensors_of(self, path: Path) -> _Tensors:
+    def _tensors_of(self, options: ModelOptions) -> _Tensors:
+        path = options.path
         if path not in self._tensors:
-            opened = [model for (other, _), model in self._models.items() if other == path and model.tensor_buffers]
-            if opened:
+            opened = [model for (other, *_), model in self._models.items() if other == path and model.tensor_buffers]
+            if opened and not options.placement.tensor_overrides:
                 tensor_buffers = opened[0].tensor_buffers
             else:
-                model = _OpenModel(ModelOptions(path), 0, to_cpu=True)
+                on_cpu = ModelOptions(path, n_gpu_layers="0", kv_overrides=options.kv_overrides)
+                model = _OpenModel(on_cpu, to_cpu=True)
                 model.close()
                 tensor_buffers = model.tensor_buffers
             self._tensors[path] = _Tensors(_shards(path), tensor_buffers)
         return self._tensors[path]
-
-
-class _Override(ctypes.Structure):
-    """llama.cpp's ``llama_model_tensor_buft_override``."""
-
-    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
 
 class _OpenModel:
@@ -178,17 +172,12 @@ class _OpenModel:
     ``to_cpu`` fills ``tensor_buffers``, pairs of tensor and CPU buffer type; it changes nothing without devices.
     """
 
-    def __init__(self, options: ModelOptions, n_gpu_layers: int, to_cpu: bool) -> None:
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        params.no_alloc, params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
-        overrides = (_Override * 2)(
-            _Override(b"", _backend_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)())
-        )
-        if to_cpu:
-            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    def __init__(self, options: ModelOptions, to_cpu: bool) -> None:
+        cpu = backend_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        parameters = ModelParameters(options, [(b"", cpu)] if to_cpu else [])
+        parameters.params.no_alloc, parameters.params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
         with _captured_log() as lines:
-            self.handle = llama_cpp.llama_model_load_from_file(os.fsencode(options.path), params)
+            self.handle = llama_cpp.llama_model_load_from_file(os.fsencode(options.path), parameters.params)
             reason = LOG.last_error()
         if not self.handle:
             raise ModelLoadError(f"llama.cpp could not load {options.path}: {reason or 'it gave no reason'}")
@@ -245,9 +234,12 @@ class _Tensors:
         heads = self.shards[0].hparam("attention.head_count_kv")
         return int(heads[layer]) if isinstance(heads, np.ndarray) and layer < len(heads) else 1
 
-    def buffers(self, layer_devices: Sequence[str], devices: Sequence[Device]) -> Iterator[Buffer]:
+    def buffers(
+        self, options: ModelOptions, layer_devices: Sequence[str], devices: Sequence[Device]
+    ) -> Iterator[Buffer]:
         """The weights by buffer: read in place from the file, rewritten for the CPU, or on a device."""
         by_name = {device.name: device for device in devices}
+        place = _Places(options, layer_devices, {device.buffer_name: device.name for device in devices})
         mapped: dict[int, dict[str, gguf_file.TensorInfo]] = {}
         others: dict[str, dict[str, int]] = {}
         seen: set[str] = set()
@@ -255,27 +247,47 @@ class _Tensors:
             if name not in self.where:
                 continue
             number, info = self.where[name]
-            device = self._device(name, layer_devices, is_copy=name in seen)
+            device = place.device(name, is_copy=name in seen)
             seen.add(name)
             if device not in by_name and _is_read_in_place(cpu_buffer):
                 mapped.setdefault(number, {})[name] = info
             else:  # a second use of a tensor in the same buffer takes nothing
                 others.setdefault(device if device in by_name else cpu_buffer, {})[name] = info.n_bytes
+        for name, n_bytes in _adapters(options):
+            others.setdefault(place.device(name, is_copy=False), {})[f"{name} of LoRA"] = n_bytes
         for part in mapped.values():
-            yield _mapped_buffer(list(part.values()), all(device.maps_files for device in devices))
+            yield _mapped_buffer(list(part.values()), options.load_mode, all(device.maps_files for device in devices))
         for name, tensors in others.items():
             n_bytes, is_on_device = sum(tensors.values()), name in by_name
             is_mapped = is_on_device and by_name[name].maps_weights
             yield Buffer(name if is_on_device else HOST, name, "weights", n_bytes, n_bytes, is_mapped)
 
-    @staticmethod
-    def _device(name: str, layer_devices: Sequence[str], is_copy: bool) -> str:
-        """Where a tensor goes. ``is_copy``: embeddings used a second time, as the output matrix."""
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tensors go. ``buffers``: a device's buffer type -> its name."""
+
+    options: ModelOptions
+    layer_devices: Sequence[str]
+    buffers: dict[str, str]
+
+    def device(self, name: str, is_copy: bool) -> str:
+        """The device of a tensor. ``is_copy``: embeddings used a second time, as the output matrix."""
+        for pattern, buffer_type in self.options.placement.tensor_overrides:
+            if re.search(pattern, name):
+                return self.buffers.get(buffer_type, HOST)
         layer = re.match(r"(?:blk|enc\.blk|dec\.blk)\.(\d+)\.", name)
-        if layer is not None and int(layer[1]) < len(layer_devices):
-            return layer_devices[int(layer[1])]
+        if layer is not None and int(layer[1]) < len(self.layer_devices):
+            return self.layer_devices[int(layer[1])]
         is_input = name.startswith(_INPUT_TENSORS) and not is_copy
-        return HOST if is_input or not layer_devices else layer_devices[-1]
+        return HOST if is_input or not self.layer_devices else self.layer_devices[-1]
+
+
+def _adapters(options: ModelOptions) -> Iterator[tuple[str, int]]:
+    """Tensors of the LoRA adapters, by the names of the weights that they lie over, and their bytes."""
+    for lora in options.loras:
+        for info in gguf_file.read_header(lora.path).tensors:
+            yield info.name, info.n_bytes
 
 
 def _is_read_in_place(cpu_buffer: str) -> bool:
@@ -283,12 +295,14 @@ def _is_read_in_place(cpu_buffer: str) -> bool:
     return cpu_buffer == HOST or cpu_buffer.endswith("_Host")
 
 
-def _mapped_buffer(parts: list[gguf_file.TensorInfo], maps_files: bool) -> Buffer:
+def _mapped_buffer(parts: list[gguf_file.TensorInfo], load_mode: str, maps_files: bool) -> Buffer:
+    """Weights in their file's layout: in place where ``-lm`` (auto: where the devices can), else copied to RAM."""
     hot = sum(info.n_bytes for info in parts)
-    if not maps_files:
+    if load_mode not in ("mmap", "mmap+mlock") and not (load_mode == "auto" and maps_files):
         return Buffer(HOST, HOST, "weights", hot, hot)
     first, end = min(info.offset for info in parts), max(info.offset + info.n_bytes for info in parts)
-    return Buffer(HOST, "CPU_Mapped", "weights", end - first, hot, is_mapped=True)
+    is_locked = load_mode == "mmap+mlock"
+    return Buffer(HOST, "CPU_Mapped", "weights", end - first, end - first if is_locked else hot, not is_locked)
 
 
 # -- caches and compute buffers ----------------------------------------------------------------------------------------
@@ -341,49 +355,13 @@ def _extrapolate(half: ModelMemory, whole: ModelMemory, n_ctx: int) -> ModelMemo
     return replace(whole, n_ctx=n_ctx, buffers=tuple(buffers))
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
+# -- rooms -------------------------------------------------------------------------------------------------------------
 
 
-class _Properties(ctypes.Structure):
-    """ggml's ``ggml_backend_dev_props``."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("description", ctypes.c_char_p),
-        ("memory_free", ctypes.c_size_t),
-        ("memory_total", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("device_id", ctypes.c_char_p),
-        ("async", ctypes.c_bool),
-        ("host_buffer", ctypes.c_bool),
-        ("buffer_from_host_ptr", ctypes.c_bool),
-        ("events", ctypes.c_bool),
-        ("mmap_support", ctypes.c_bool),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A GPU as ggml knows it.
-
-    ``maps_files``: weights beside it may be read in place from the file; ``maps_weights``: its own weights too (Metal).
-    """
-
-    pointer: int
-    name: str
-    description: str
-    buffer_name: str
-    shares_ram: bool
-    maps_files: bool
-    maps_weights: bool
-
-    def room(self) -> Room:
-        """What is free on it now."""
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ask = _backend_function("ggml_backend_dev_memory", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        ask(self.pointer, ctypes.byref(free), ctypes.byref(total))
-        description = f"{self.name} ({self.description})" if self.description else self.name
-        return Room(self.name, description, free.value, total.value, DEVICE_RESERVE, self.shares_ram)
+def devices_of(models: Sequence[ModelOptions]) -> list[Device]:
+    """The devices that ``models`` may use, each once; without any llama.cpp's choice. Raises ``ConfigError``."""
+    found = {device.name: device for options in models for device in select_devices(options.placement)}
+    return list(found.values()) if models else list_devices()
 
 
 def host_room() -> Room:
@@ -392,54 +370,6 @@ def host_room() -> Room:
     if ram is None:
         return Room(HOST, "RAM", 0, 0, HOST_RESERVE)
     return Room(HOST, ram.source, ram.free, ram.total, HOST_RESERVE)
-
-
-def list_devices() -> list[Device]:
-    """The devices that llama.cpp would put layers on: integrated GPUs only where there is no other."""
-    count = _backend_function("ggml_backend_dev_count", ctypes.c_size_t)
-    get = _backend_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    found = [_device(get(index)) for index in range(count())]
-    gpus = [device for kind, device in found if kind == _GPU]
-    return gpus or [device for kind, device in found if kind == _INTEGRATED_GPU]
-
-
-def _device(pointer: int) -> tuple[int, Device]:
-    properties = _Properties()
-    read = _backend_function("ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.c_void_p)
-    read(pointer, ctypes.byref(properties))
-    buffer_type = _backend_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-    buffer_name = _backend_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
-    name = (properties.name or b"").decode("utf-8", "replace")
-    maps_weights = bool(properties.buffer_from_host_ptr)  # Metal, whose type is GPU although its memory is RAM
-    device = Device(
-        pointer,
-        name,
-        (properties.description or b"").decode("utf-8", "replace"),
-        (buffer_name(buffer_type(pointer)) or b"").decode("utf-8", "replace"),
-        properties.type == _INTEGRATED_GPU or maps_weights,
-        bool(properties.mmap_support),
-        maps_weights and bool(properties.mmap_support),
-    )
-    return properties.type, device
-
-
-def _backend_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
-    """A function of ggml, through libllama, which links it.
-
-    The wheel holds each library under three names. Loading ``libggml.so`` beside the ``libggml.so.0`` that libllama
-    uses (as ``llama_cpp._ggml`` does) gives a second ggml, with devices of its own.
-    """
-    function: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)(_address(name))
-    return function
-
-
-def _address(symbol: str) -> int:
-    libraries: list[ctypes.CDLL] = [llama_cpp.llama_cpp._lib]
-    if not hasattr(libraries[0], symbol):  # Windows finds no symbols of what a library links, and loads each DLL once
-        folder = Path(llama_cpp.__file__).parent / "lib"
-        libraries = [load_shared_library(base, folder) for base in ("ggml", "ggml-base", "ggml-cpu")]
-    function = next(getattr(library, symbol) for library in libraries if hasattr(library, symbol))
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 # -- before a session loads --------------------------------------------------------------------------------------------
@@ -451,13 +381,17 @@ def fit(setup: Setup, notice: Callable[[str], None]) -> Setup:
     llama.cpp is asked only where the headers leave a doubt: asking takes 0.1 s per 50,000 tokens of vocabulary. Raises
     ``ModelLoadError``, with a command that fits, when it cannot fit.
     """
-    llama_cpp.llama_backend_init()
-    rooms = (host_room(), *(device.room() for device in list_devices()))
     files = [setup.target, *([setup.draft] if setup.draft else [])]
+    devices = devices_of(files)
+    if devices and any(options.placement.split_mode in ("row", "tensor") for options in files):
+        notice("memory is not planned with -sm row or tensor; -ngl auto puts all layers on the devices")
+        return setup
+    rooms = (host_room(), *(device.room() for device in devices))
     bound = sum(rough_bound(_shards(options.path), options, setup.n_max + 1) for options in files)
+    bound += sum(n_bytes for options in files for _name, n_bytes in _adapters(options))
     if all(room.total and bound + room.reserve <= room.free for room in rooms):
         return setup
-    with LlamaSizer(rooms) as sizer:
+    with LlamaSizer(rooms, files) as sizer:
         choice = choose(setup, sizer)
         require_fit(choice.plan, sizer)
     for line in choice.notices:

@@ -29,6 +29,9 @@ class Renderer(Protocol):
     def on_event(self, event: Event, stats: Stats) -> None:
         """Show one event of the sequence that ``stats`` counts; other sequences are passed over."""
 
+    def show_summary(self, stats: Stats) -> None:
+        """Write the figures of ``stats`` to stderr."""
+
     def notice(self, text: str) -> None:
         """Write one line to stderr."""
 

@@ -107,7 +107,7 @@ class LiveRenderer(Renderer):
         elif isinstance(event, Finished) and event.sequence == stats.sequence:
             self.close()
             if self._show_summary:
-                self._print_summary(stats)
+                self.show_summary(stats)
 
     def notice(self, text: str) -> None:
         """One line on stderr, above what is still growing."""
@@ -153,7 +153,8 @@ class LiveRenderer(Renderer):
     def _style(self, style: Style | None) -> Style | None:
         return style if self._has_tint else None
 
-    def _print_summary(self, stats: Stats) -> None:
+    def show_summary(self, stats: Stats) -> None:
+        """The figures, laid out for the terminal's width."""
         console = self.stderr_console
         if console is None:
             print_summary(self._stderr, stats, self._state)

@@ -41,7 +41,11 @@ class PlainRenderer(Renderer):
         elif isinstance(event, Finished) and event.sequence == stats.sequence:
             self._close_line()
             if self._show_summary:
-                print_summary(self._stderr, stats, self._state)
+                self.show_summary(stats)
+
+    def show_summary(self, stats: Stats) -> None:
+        """The figures as plain lines."""
+        print_summary(self._stderr, stats, self._state)
 
     def notice(self, text: str) -> None:
         """One line on stderr."""

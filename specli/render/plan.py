@@ -12,7 +12,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specli.memory_plan import MIB, DraftCost, ModelMemory, Plan, Suggestion, Verdict, size
+from specli.memory_plan import MIB, ModelMemory, Plan, Verdict, size
+from specli.memory_search import DraftCost, Suggestion
 from specli.render.base import is_terminal
 from specli.render.live import TerminalConsole, terminal_console
 

@@ -44,7 +44,11 @@ def _parts(stats: Stats, state: SpeculationState | None, tau: str) -> list[str]:
     if state is not None and state.active:
         if (efficiency := stats.block_efficiency) is not None:
             parts.append(f"{tau} {efficiency:.1f}")
-        parts.append(f"K {state.k}")
+        mean_k = stats.mean_draft_length
+        if state.is_fixed:
+            parts.append(f"K {state.k}")
+        elif mean_k is not None:
+            parts.append(f"K {mean_k:.1f}")
     shares = {name: share for name, share in time_shares(stats).items() if share}
     if shares:
         parts.append(" ".join(f"{name} {percent(share)}" for name, share in shares.items()))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from specli.events import SpeculationState
 from specli.render.base import one_line
-from specli.stats import Stats
+from specli.stats import Stats, Totals
 
 NA = "n/a"
 BLOCKS = "▏▎▍▌▋▊▉█"  # eighths of a cell
@@ -50,7 +50,7 @@ def summary(stats: Stats, state: SpeculationState | None) -> Summary:
         Row("TPOT", _figure(stats.tpot_ms, " ms/token")),
         Row("TTFT", _figure(stats.ttft_s, " s")),
         Row("prefill", _figure(stats.prefill_tok_s, " tok/s")),
-        Row("prompt", NA if stats.n_prompt is None else f"{stats.n_prompt} tokens"),
+        Row("prompt", _prompt(stats)),
         Row("generated", f"{stats.n_tokens} tokens"),
         Row("finish", stats.finish_reason or NA),
         Row("drafted", drafted),
@@ -60,7 +60,17 @@ def summary(stats: Stats, state: SpeculationState | None) -> Summary:
     positions = [Row(f"position {i}", percent(p, 1), p) for i, p in enumerate(stats.per_position_acceptance, start=1)]
     overall = Row("acceptance", percent(stats.acceptance_rate, 1), stats.acceptance_rate)
     times = [Row(f"{name} time", percent(share, 1), share) for name, share in time_shares(stats).items()]
-    return Summary(speculation_line(state), figures, (overall, *positions), tuple(times))
+    head = speculation_line(state) + (f"; {one_line(stats.explanation)}" if stats.explanation else "")
+    return Summary(head, figures, (overall, *positions), tuple(times))
+
+
+def totals_line(totals: Totals) -> str:
+    """One line: what a conversation has taken and brought so far."""
+    drafted = f"; drafted {totals.accepted} of {totals.proposed} accepted, {percent(totals.acceptance_rate, 1)}"
+    return (
+        f"conversation: {totals.turns} answers, {totals.generated} tokens generated; prompts {totals.evaluated} tokens "
+        f"evaluated, {totals.reused} reused" + (drafted if totals.proposed else "")
+    )
 
 
 def speculation_line(state: SpeculationState | None) -> str:
@@ -69,7 +79,8 @@ def speculation_line(state: SpeculationState | None) -> str:
         return "speculation: off: nothing was loaded"
     if not state.active:
         return one_line(f"speculation: off: {state.reason}")
-    return one_line(f"speculation: active ({state.drafter}, K {state.k}, {state.verify})")
+    length = f"K {state.k}" if state.is_fixed else f"K auto up to {state.k}"
+    return one_line(f"speculation: active ({state.drafter}, {length}, {state.verify})")
 
 
 def time_shares(stats: Stats) -> dict[str, float | None]:
@@ -117,6 +128,12 @@ def bar(fraction: float, width: int, *, use_blocks: bool) -> str:
         return ("#" * round(fraction * width)).ljust(width)
     full, eighths = divmod(round(fraction * width * 8), 8)
     return (BLOCKS[-1] * full + (BLOCKS[eighths - 1] if eighths else "")).ljust(width)
+
+
+def _prompt(stats: Stats) -> str:
+    if stats.n_prompt is None:
+        return NA
+    return f"{stats.n_prompt} tokens" + (f", {stats.n_reused} reused" if stats.n_reused else "")
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -1,0 +1,124 @@
+"""``specli tune``: measure a pair once, keep the profile, and tell from which acceptance on each draft length pays."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specli.cli import options as o
+from specli.cli.interrupt import Interrupt
+from specli.cli.models import ModelChoice, resolve_models
+from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
+from specli.errors import Cancelled, ConfigError
+
+if TYPE_CHECKING:
+    from specli.controller import Controller
+    from specli.session import Session
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+FORMATS = ("table", "json")
+PROMPTS = (
+    "What are the main differences between cats and dogs as pets?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Repeat this sentence three times: The kitchen of the old house faces the garden.",
+)
+
+
+def tune(
+    context: typer.Context,
+    model: o.Model = None,
+    draft_model: o.DraftModel = None,
+    pair: o.Pair = None,
+    hf_repo: o.HfRepo = None,
+    hf_file: o.HfFile = None,
+    hf_repo_draft: o.HfRepoDraft = None,
+    hf_token: o.HfToken = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("-p", "--prompt", help="A prompt to measure on; may be repeated.")
+    ] = None,
+    n_predict: o.NPredict = 96,
+    temperature: o.Temperature = SamplingOptions.temperature,
+    threads: o.Threads = ModelOptions.n_threads,
+    gpu_layers: o.GpuLayers = ModelOptions.n_gpu_layers,
+    gpu_layers_draft: o.GpuLayersDraft = ModelOptions.n_gpu_layers,
+    flash_attn: o.FlashAttn = ModelOptions.flash_attn,
+    output: o.Output = "table",
+    verbose: o.Verbose = False,
+    debug: o.Debug = False,
+) -> None:
+    """Measure v(n), the draft's cost and its acceptance on your prompts; print when drafting pays, keep the profile."""
+    from specli.render.choose import choose
+    from specli.session import Hooks, Session
+
+    if output not in FORMATS:
+        raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
+    generation = GenerationOptions(n_predict)
+    choice = ModelChoice.of(context)
+    target = ModelOptions(
+        choice.model or Path(), n_threads=threads, n_gpu_layers=gpu_layers, flash_attn=flash_attn
+    )
+    draft = ModelOptions(
+        choice.draft_model or Path(),
+        n_threads=threads,
+        n_gpu_layers=gpu_layers_draft,
+        flash_attn=flash_attn,
+    )
+    settings = Settings(target, draft, SamplingOptions(temperature), SpeculationOptions())
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        console = stack.enter_context(choose(sys.stderr, sys.stderr, os.environ))
+        settings = resolve_models(settings, choice, console, interrupt)
+        with Session(settings, Hooks(console.progress, console.notice, interrupt)) as session:
+            if session.controller is None:
+                raise ConfigError(f"there is nothing to tune: {session.speculation.reason}")
+            asked = tuple(prompts or PROMPTS)
+            for i, prompt in enumerate(asked):
+                console.progress("measuring", i / len(asked))
+                _measure(session, prompt, generation)
+            console.close()
+            _print(session.controller, output)
+        if interrupt.requested:
+            raise typer.Exit(Cancelled.exit_code)
+
+
+def _measure(session: Session, prompt: str, generation: GenerationOptions) -> None:
+    from specli.chat import Message
+
+    ids = session.text_ids(prompt) if session.template is None else session.chat_ids([Message("user", prompt)])
+    for _ in session.generate(ids, generation):
+        pass
+
+
+def break_even(k: int, cost: float) -> float | None:
+    """The acceptance per token at which k drafted tokens bring ``cost`` tokens a round; None if none can."""
+    if cost >= k + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(middle**i for i in range(k + 1)) >= cost else (middle, high)
+    return high
+
+
+def _print(controller: Controller, output: str) -> None:
+    costs = controller.costs
+    rows = []
+    for k in LENGTHS:
+        cost = costs.draft_cost(k, 1) + costs.v(1 + k)
+        rows.append({"k": k, "v": costs.v(1 + k), "cost": cost, "break_even": break_even(k, cost)})
+    if output == "json":
+        typer.echo(json.dumps({"break_even": rows, **controller.report()}, allow_nan=False))
+        return
+    typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens here: {controller.acceptance.mean:.2f}")
+    typer.echo("  K  v(K+1)   cost  pays from acceptance")
+    for row in rows:
+        needed = row["break_even"]
+        word = "never" if needed is None else f"{needed:.2f}"
+        typer.echo(f"{row['k']:3d}  {row['v']:6.2f} {row['cost']:6.2f}  {word}")
+    typer.echo(controller.explain())

@@ -1,0 +1,80 @@
+"""The drafter that a session gets: a draft model, the text itself, or both, under a controller or at a fixed length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specli.controller import Controller
+from specli.drafters.adaptive import AdaptiveDrafter
+from specli.drafters.base import Drafter
+from specli.drafters.model import ModelDrafter
+from specli.drafters.ngram import NgramDrafter
+from specli.engine.base import Engine, Slice
+from specli.errors import Cancelled
+from specli.profile import load_profile, save_profile
+from specli.verify import Verifier
+
+CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 9, 17)  # tokens; at most 8 passes, the first also pays for page faults
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a drafter is made of. ``profile``: where measurements are kept, None to keep none.
+
+    ``k_max``: the longest draft, tokens. ``is_fixed``: every draft is as long as it can be, nothing is controlled.
+    """
+
+    target: Engine
+    verifier: Verifier
+    end_ids: frozenset[int]
+    k_max: int
+    n_min: int
+    p_min: float
+    is_fixed: bool
+    draft: Engine | None = None
+    uses_ngram: bool = False
+    profile: Path | None = None
+    cancelled: Callable[[], bool] = field(default=lambda: False)
+
+    def make(self) -> tuple[Drafter | None, Controller | None]:
+        """The drafter, and the controller over it unless it is fixed. Raises ``Cancelled`` while calibrating."""
+        controller = None if self.is_fixed else Controller(self.k_max)
+        model = self._model(controller) if self.draft is not None else None
+        ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min) if self.uses_ngram else None
+        if controller is None or (model is None and ngram is None):
+            return model or ngram, None
+        kept = load_profile(self.profile) if self.profile is not None else None
+        if kept is None or not controller.restore(kept):
+            self._calibrate(controller)
+        return AdaptiveDrafter(controller, model, ngram), controller
+
+    def keep(self, controller: Controller) -> None:
+        """Keep what ``controller`` measured for the next run."""
+        if self.profile is not None:
+            save_profile(self.profile, controller.profile())
+
+    def _model(self, controller: Controller | None) -> ModelDrafter:
+        assert self.draft is not None
+        return ModelDrafter(
+            self.draft, self.verifier, self.target.n_vocab, self.end_ids, self.n_min, self.p_min, pacer=controller
+        )
+
+    def _calibrate(self, controller: Controller) -> None:
+        """Measure v(n) at a few widths and the draft's step, on sequence 0, which is empty before and after."""
+        longest = min(self.k_max + 1, self.target.n_rows_max, self.target.n_batch, self.target.n_ctx)
+        for width in CALIBRATION_WIDTHS:
+            if width <= longest:
+                controller.costs.observe_pass(width, self._pass_s(self.target, width))
+        if self.draft is not None:
+            for _ in range(2):
+                controller.costs.observe_draft(1, 1, self._pass_s(self.draft, 1))
+
+    def _pass_s(self, engine: Engine, width: int) -> float:
+        if self.cancelled():
+            raise Cancelled("stopped while measuring")
+        busy_s = engine.busy_s
+        engine.evaluate([Slice(0, [0] * width, 0, min(width, engine.n_rows_max))])
+        engine.rollback(0, 0)
+        return engine.busy_s - busy_s
