@@ -226,6 +226,11 @@ class SpeculationOptions:
             return self.n_max
         return FIXED_K if self.fixed else AUTO_K
 
+    @property
+    def uses_draft(self) -> bool:
+        """Whether a draft model has any use."""
+        return self.type == "draft" or (self.type == "auto" and self.k_max > 0)
+
 
 @dataclass(frozen=True)
 class GenerationOptions:
@@ -283,6 +288,7 @@ class Settings:
     names: tuple[str, ...] | None = None  # the flags that named the models, to repeat in advice; None: their files
     template: TemplateOptions = field(default_factory=TemplateOptions)
     process: ProcessOptions = field(default_factory=ProcessOptions)
+    exact: bool = False  # --exact: only settings under which passes of every width give the same logits to the bit
 
     def __post_init__(self) -> None:
         _require_choice("-fit/--fit", self.fit, FIT)
@@ -293,6 +299,42 @@ class Settings:
         if self.sampling.temperature == 0:
             return "greedy"
         return self.speculation.verify or ("block" if self.sampling.seed is None else "coupled")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What ``specli bench`` measures. ``lengths``: tokens, None is the controller's; ``spec_types`` empty: what there is."""
+
+    lengths: tuple[int | None, ...] = (1, 2, 4, 8, None)  # --draft-max
+    spec_types: tuple[str, ...] = ()  # --spec-type
+    temperatures: tuple[float, ...] = (0.0,)  # --temp
+    verifiers: tuple[str, ...] = ("block",)  # --verify
+    n_predict: int = 128  # -n, tokens
+    repetitions: int = 3  # -r
+    time_budget_s: float | None = 900.0  # --time-budget; None: no limit
+    seed: int = 0  # -s: orders the runs and seeds the sampled ones
+    raw: bool = False  # --raw
+    share_drafts: bool = False  # --share-drafts
+
+    def __post_init__(self) -> None:
+        for k in self.lengths:
+            _require("--draft-max", k, k is None or 0 <= k <= 256, "auto, or 0 (no drafting) to 256 tokens")
+        for name in self.spec_types:
+            _require_choice("--spec-type", name, SPEC_TYPES)
+        for name in self.verifiers:
+            _require_choice("--verify", name, VERIFIERS)
+        for temperature in self.temperatures:
+            SamplingOptions(temperature)
+        _require("-n/--predict", self.n_predict, 2 <= self.n_predict < 2**31, "at least 2 tokens, or nothing is timed")
+        _require("-r/--repetitions", self.repetitions, 1 <= self.repetitions < 2**31, "at least 1")
+        _require("-s/--seed", self.seed, 0 <= self.seed < 2**32, "0 to 4294967295")
+        budget_s = self.time_budget_s
+        _require("--time-budget", budget_s, budget_s is None or 0 < budget_s < math.inf, "a time, such as 90s or 15m")
+
+    @property
+    def k_max(self) -> int:
+        """The longest draft that is asked for, tokens."""
+        return max((AUTO_K if k is None else k for k in self.lengths), default=0)
 
 
 def _require_pattern(pattern: str, buffer_type: str) -> None:

@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from specli.config import CONTEXT_CAP, ModelOptions
+from specli.flags import draft_loading_flags, loading_flags
 from specli.gguf_file import GgufHeader
 
 Kind = Literal["weights", "kv", "state", "compute", "output"]
@@ -130,9 +131,9 @@ class Setup:
         flags = list(self.names) if self.names is not None else ["-m", str(self.target.path)]
         if self.draft is not None and self.names is None:
             flags += ["-md", str(self.draft.path)]
-        flags += _changed(self.target, plain, _TARGET_FLAGS)
+        flags += [*_changed(self.target, plain, _TARGET_FLAGS), *loading_flags(self.target)]
         if self.draft is not None:
-            flags += _changed(self.draft, plain, _DRAFT_FLAGS)
+            flags += [*_changed(self.draft, plain, _DRAFT_FLAGS), *draft_loading_flags(self.draft, self.target)]
         return flags
 
     def command(self) -> str:

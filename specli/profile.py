@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -40,7 +41,8 @@ def save_profile(path: Path, measured: Mapping[str, object]) -> bool:
         part.write_text(json.dumps({"format": FORMAT, **measured}), "utf-8")
         part.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         return False
     return True
 

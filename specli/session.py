@@ -84,13 +84,16 @@ class Session:
             self._check_draft(header, draft)
         target, draft = self._fit(settings.target, draft, k_max)
         self.model = self._load_model(target)
+        if settings.exact:
+            target, k_max = self._settle(target, k_max)
+        self.target_options = target  # as loaded: memory and --exact settled
         self.engine = self._make_engine(self.model, target, k_max + 1)
         self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
         banned = tuple(sorted(self.model.end_ids)) if settings.sampling.ignore_eos else ()
         sampling = settings.sampling
-        sampler = Sampler(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, banned)
-        self.verifier: Verifier = make_verifier(settings.verify, sampler)
+        self.sampler = Sampler(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, banned)
+        self.verifier: Verifier = make_verifier(settings.verify, self.sampler)
         self.drafter: Drafter | None = None
         if kind != "none":
             kind, reason = self._make_drafter(kind, draft, k_max)
@@ -104,6 +107,36 @@ class Session:
             n_ctx=self.engine.n_ctx,
             is_fixed=speculation.fixed,
         )
+
+    def _settle(self, target: ModelOptions, k_max: int) -> tuple[ModelOptions, int]:
+        """``--exact``: settings that were proved exact, and the longest draft under them."""
+        from specli import bits, exact
+        from specli.engine.llama import LlamaEngine, library_build
+        from specli.engine.parameters import context_length
+
+        model, hooks = self.model, self._hooks
+        n_ctx = context_length(target.n_ctx, model.n_ctx_train)
+        target = replace(target, n_ctx=n_ctx)
+        alike = replace(target, n_ctx=min(n_ctx, bits.LENGTHS[-1] + bits.MAX_WIDTH), path=Path(), name="")
+        proof = exact.settle(
+            target,
+            lambda text: model.tokenize(text, False, False),
+            lambda options, n_rows_max: LlamaEngine(model, options, n_rows_max, hooks.cancelled),
+            profile_path("exact", library_build(), target.path, repr(alike)),
+            lambda fraction: hooks.progress("checking exactness", fraction),
+        )
+        hooks.notice(proof.words())
+        return proof.apply(target), min(k_max, proof.widest - 1)
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """What the drafter was made of, for those that make others like it; None where nothing drafts."""
+        return self._drafting
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation; none with ``--ignore-eos``."""
+        return self._end_ids
 
     def _check_draft(self, target_header: gguf_file.GgufHeader, draft: ModelOptions) -> None:
         """Compare the vocabularies before any weight is loaded."""
@@ -202,6 +235,9 @@ class Session:
         progress = self._hooks.progress
         model = LlamaModel(options, lambda done: progress(options.label, done), self._hooks.cancelled)
         self._closers.append(model.close)
+        if not model.is_locked:
+            limit = "raise the limit (ulimit -l), or use -lm mmap"
+            self._hooks.notice(f"-lm {options.load_mode}: the system did not let {options.label} be locked; {limit}")
         return model
 
     def _make_engine(self, model: LlamaModel, options: ModelOptions, n_rows_max: int) -> LlamaEngine:

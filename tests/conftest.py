@@ -46,14 +46,21 @@ def cache_home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(cache_home, tmp_path_factory) -> Iterator[None]:
+    """Nothing is read from the user's folders, and nothing written there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache_home))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture(scope="session")
-def q4_0_path(target_path, cache_home) -> Path:
+def q4_0_path(target_path, own_folders) -> Path:
     """The default target's Q4_0 copy, where ``specli run`` finds it too."""
     from specli.engine.quantize import quantize
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache_home))
-        copy = registry.quantized_copy(target_path, "Q4_0")
+    copy = registry.quantized_copy(target_path, "Q4_0")
     quantize(target_path, copy, "Q4_0", lambda: False)
     return copy
 

@@ -12,17 +12,31 @@ import pytest
 
 from specli.config import (
     CACHE_TYPES,
+    LOAD_MODES,
+    SPLIT_MODES,
     GenerationOptions,
+    KvOverride,
+    Lora,
     ModelOptions,
+    PlacementOptions,
+    ProcessOptions,
+    RopeOptions,
     SamplingOptions,
     Settings,
     SpeculationOptions,
+    TemplateOptions,
 )
 from specli.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
 OPTIONS: dict[type, dict[str, Any]] = {
     ModelOptions: {"path": Path("model.gguf")},
+    PlacementOptions: {},
+    RopeOptions: {},
+    KvOverride: {"key": "llama.context_length", "value": 64},
+    Lora: {"path": Path("lora.gguf")},
+    TemplateOptions: {},
+    ProcessOptions: {},
     SamplingOptions: {},
     SpeculationOptions: {},
     GenerationOptions: {},
@@ -45,14 +59,42 @@ BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
     (ModelOptions, "flash_attn", "-fa", ["", "ON", "yes"], ["on", "off", "auto"]),
     (ModelOptions, "cache_type_k", "-ctk", ["", "f8", "Q8_0"], list(CACHE_TYPES)),
     (ModelOptions, "cache_type_v", "-ctv", ["", "f8"], list(CACHE_TYPES)),
+    (ModelOptions, "load_mode", "-lm", ["", "MMAP", "mlock+mmap"], list(LOAD_MODES)),
+    (PlacementOptions, "devices", "-dev", [("",), ("CUDA0", ""), ("CUDA0", "CUDA0")], [None, (), ("CUDA1", "CUDA0")]),
+    (PlacementOptions, "split_mode", "-sm", ["", "rows"], list(SPLIT_MODES)),
+    (PlacementOptions, "tensor_split", "-ts", [(-1.0,), (NAN, 1.0), (INF,), (0.0, 0.0)], [(), (3.0, 1.0), (0.0, 1.0)]),
+    (PlacementOptions, "main_gpu", "-mg", [-1, 2**31], [0, 7]),
+    (
+        PlacementOptions,
+        "tensor_overrides",
+        "-ot",
+        [(("(", "CPU"),), (("", "CPU"),), (("x", ""),)],
+        [(("exps", "CPU"),)],
+    ),
+    (RopeOptions, "scaling", "--rope-scaling", ["", "ntk", "longrope"], [None, "none", "linear", "yarn"]),
+    (RopeOptions, "freq_base", "--rope-freq-base", [-1.0, NAN, INF], [0.0, 10000.0]),
+    (RopeOptions, "freq_scale", "--rope-freq-scale", [-1.0, NAN, INF], [0.0, 0.25]),
+    (RopeOptions, "yarn_orig_ctx", "--yarn-orig-ctx", [-1, 2**31], [0, 4096]),
+    (RopeOptions, "yarn_ext_factor", "--yarn-ext-factor", [-0.5, NAN, INF], [-1, 0.0, 1.0]),
+    (RopeOptions, "yarn_attn_factor", "--yarn-attn-factor", [-2, NAN], [-1, 1.0]),
+    (RopeOptions, "yarn_beta_slow", "--yarn-beta-slow", [-0.1, INF], [-1, 1.0]),
+    (RopeOptions, "yarn_beta_fast", "--yarn-beta-fast", [-0.1, INF], [-1, 32.0]),
+    (KvOverride, "key", "--override-kv", ["", "k" * 128, "é" * 64], ["k" * 127]),
+    (KvOverride, "value", "--override-kv", [2**63, -(2**63) - 1, NAN, INF, "x" * 128], [0, True, 1.5, "", "x" * 127]),
+    (Lora, "scale", "--lora-scaled", [NAN, INF], [0.0, -1.0, 2.5]),
+    (TemplateOptions, "source", "--chat-template", [""], [None, "chatml", "{{ messages }}"]),
+    (TemplateOptions, "kwargs", "--chat-template-kwargs", [{"messages": []}], [{}, {"enable_thinking": False}]),
+    (ProcessOptions, "cpus", "-C", [frozenset(), frozenset({-1})], [None, frozenset({0, 5})]),
+    (ProcessOptions, "priority", "--prio", [-2, 4], [-1, 0, 3]),
+    (ProcessOptions, "numa", "--numa", ["", "mirror"], [None, "distribute", "isolate", "numactl"]),
     (SamplingOptions, "temperature", "--temp", [NAN, INF, -INF, -0.1, -1], [0, 0.0, 1e-9, 1e9, 2]),
     (SamplingOptions, "top_k", "--top-k", [-2, 2**31], [-1, 0, 1, 2**31 - 1]),
     (SamplingOptions, "top_p", "--top-p", [NAN, INF, -INF, 0, 0.0, -1, 1.1], [1e-9, 0.5, 1, 1.0]),
     (SamplingOptions, "min_p", "--min-p", [NAN, INF, -0.1, 1.1], [0, 0.05, 1]),
     (SamplingOptions, "seed", "-s", [-1, 2**32], [None, 0, 2**32 - 1]),
     (SpeculationOptions, "type", "--spec-type", ["", "draft-simple", "Draft"], ["auto", "none", "draft", "ngram"]),
-    (SpeculationOptions, "n_max", "--spec-draft-n-max", [-1, 257], [0, 1, 256]),
-    (SpeculationOptions, "n_min", "--spec-draft-n-min", [-1, 4, 5], [0, 1, 3]),
+    (SpeculationOptions, "n_max", "--spec-draft-n-max", [-1, 257], [None, 0, 1, 256]),
+    (SpeculationOptions, "n_min", "--spec-draft-n-min", [-1, 17], [0, 1, 16]),
     (SpeculationOptions, "p_min", "--spec-draft-p-min", [NAN, INF, -0.1, 1.1], [0, 0.5, 1]),
     (SpeculationOptions, "verify", "--verify", ["", "greedy", "Block"], [None, "block", "rejection", "coupled"]),
     (GenerationOptions, "n_predict", "-n", [-3, 2**31], [-2, -1, 0, 1, 2**31 - 1]),
@@ -70,14 +112,15 @@ def test_bounds(kind: type, name: str, flag: str, refused: list[Any], taken: lis
         with pytest.raises(ConfigError) as refusal:
             make(kind, **{name: value})
         assert flag in str(refusal.value)
-        assert str(value) in str(refusal.value) or name == "stops"
+        assert str(value) in str(refusal.value) or isinstance(value, tuple | dict | frozenset)
         assert "\n" not in str(refusal.value)
     for value in taken:
         assert getattr(make(kind, **{name: value}), name) == value
 
 
 def test_every_setting_with_a_bound_has_a_case() -> None:
-    free = {"path", "name", "ignore_eos"}
+    free = {"path", "name", "ignore_eos", "special", "fixed", "warmup", "swa_full", "kv_offload"}
+    free |= {"placement", "rope", "kv_overrides", "loras"}  # kinds of their own
     settings = {(kind, field.name) for kind in OPTIONS for field in dataclasses.fields(kind)}
     assert {(kind, name) for kind, name, *_ in BOUNDS} == {(kind, name) for kind, name in settings if name not in free}
 
@@ -107,7 +150,9 @@ def test_defaults_are_llama_cpps() -> None:
     """``common/common.h`` of the pinned llama.cpp; what the library itself can be asked, it is asked."""
     sampling, speculation = SamplingOptions(), SpeculationOptions()
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 40, 0.95, 0.05)
-    assert (speculation.n_max, speculation.n_min, speculation.p_min) == (3, 0, 0.0)
+    assert (speculation.n_min, speculation.p_min) == (0, 0.0)
+    assert SpeculationOptions(fixed=True).k_max == 3
+    assert speculation.k_max == 16  # ours: up to this, as the controller decides
     assert GenerationOptions().n_predict == -1
     model, library = make(ModelOptions), llama_cpp.llama_context_default_params()
     assert (model.n_batch, model.n_ubatch) == (library.n_batch, library.n_ubatch) == (2048, 512)
@@ -116,7 +161,17 @@ def test_defaults_are_llama_cpps() -> None:
     assert model.flash_attn == "auto"
     assert library.flash_attn_type == -1
     assert model.n_gpu_layers == "auto"
-    assert llama_cpp.llama_model_default_params().n_gpu_layers == -1
+    weights = llama_cpp.llama_model_default_params()
+    assert (weights.n_gpu_layers, weights.load_mode, weights.split_mode, weights.main_gpu) == (-1, -1, 1, 0)
+    assert (model.load_mode, model.placement.split_mode, model.placement.main_gpu) == ("auto", "layer", 0)
+    assert (model.placement.kv_offload, library.offload_kqv) == (True, True)
+    rope = [getattr(library, field) for field in ("rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")]
+    assert rope == [model.rope.freq_base, model.rope.freq_scale, model.rope.yarn_orig_ctx] == [0, 0, 0]
+    yarn = [f"yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast")]
+    assert [getattr(library, name) for name in yarn] == [getattr(model.rope, name) for name in yarn] == [-1] * 4
+    assert library.rope_scaling_type == -1
+    assert model.rope.scaling is None
+    assert model.swa_full is False  # common.h; the library alone would say True
 
 
 def test_label() -> None:
@@ -143,3 +198,9 @@ def test_verifier(temperature: float, seed: int | None, asked: str | None, verif
         speculation=SpeculationOptions(verify=asked),
     )
     assert settings.verify == verifier
+
+
+def test_one_device_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="-ts was given with -sm none"):
+        PlacementOptions(split_mode="none", tensor_split=(3.0, 1.0))
+    assert PlacementOptions(split_mode="none", tensor_split=(1.0,)).split_mode == "none"

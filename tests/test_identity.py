@@ -92,7 +92,7 @@ def load_pair(q4_0_path, draft_model):
     """The pair with other options; contexts are made anew, weights are shared."""
     with ExitStack() as stack:
         options = {"n_ctx": 512, "flash_attn": "on"}
-        session = stack.enter_context(Session(settings(q4_0_path, type="ngram", n_max=16, model=options)))
+        session = stack.enter_context(Session(settings(q4_0_path, type="ngram", n_max=16, fixed=True, model=options)))
 
         def load(n_threads: int = 2, **more: object) -> Pair:
             chosen = {**options, "n_threads": n_threads, **more}
@@ -203,7 +203,7 @@ def test_a_target_drafts_for_itself_without_loading_twice(q4_0_path, monkeypatch
     loaded, contexts = [], []
     spy(monkeypatch, "LlamaModel", loaded)
     spy(monkeypatch, "LlamaEngine", contexts)
-    options = settings(q4_0_path, q4_0_path, n_max=4, model={"n_ctx": 512, "flash_attn": "on"})
+    options = settings(q4_0_path, q4_0_path, n_max=4, fixed=True, model={"n_ctx": 512, "flash_attn": "on"})
     with Session(options) as session:
         assert session.speculation.active
         assert len(loaded) == 1
@@ -244,7 +244,7 @@ def test_a_target_accepts_all_of_its_own_samples(pair, verify, sampler):
 
 def test_a_seed_repeats_a_session_and_none_does_not(q4_0_path, draft_path):
     """--seed makes coupled the default; without one, block draws coins of its own."""
-    options = settings(q4_0_path, draft_path, sampling=SamplingOptions(seed=7), model={"n_ctx": 512})
+    options = settings(q4_0_path, draft_path, fixed=True, sampling=SamplingOptions(seed=7), model={"n_ctx": 512})
     with Session(options) as session:
         assert (session.seed, session.speculation.verify) == (7, "coupled")
         prompt = session.chat_ids([Message("user", PROMPTS[1][0])])
@@ -287,16 +287,17 @@ def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, 
     outputs = {}
     for name, flags in {
         "plain": ("--spec-type", "none"),
-        "draft": (),
-        "draft 8": ("--spec-draft-n-max", "8"),
-        "ngram": ("--spec-type", "ngram", "--spec-draft-n-max", "7"),
+        "controlled": (),
+        "draft 3": ("--draft-fixed",),
+        "draft 8": ("--draft-fixed", "--spec-draft-n-max", "8"),
+        "ngram 7": ("--draft-fixed", "--spec-type", "ngram", "--spec-draft-n-max", "7"),
     }.items():
         run = specli(*common, *flags)
         assert (run.code, run.err) == (0, ""), name
         outputs[name] = run.out
     assert set(outputs.values()) == {outputs["plain"]}
     assert len(outputs["plain"]) > 100
-    figures = specli(*common, "--stats-json", "-")
+    figures = specli(*common, "--draft-fixed", "--stats-json", "-")
     told = json.loads(figures.out)
     assert told["text"].encode() == outputs["plain"]
     assert told["speculating"] is True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from support import (
     forced_rows,
     generate,
     make_engine,
-    settings,
+)
+from support import (
+    settings as controlled_settings,
 )
 from tiny_gguf import BOS
 
@@ -34,6 +37,10 @@ CLOSE = 0.3  # margin of two logits that a pass of another width may turn over
 CLEAR = 0.05  # margin that no pass of up to 17 tokens turns over: several times the rounding seen
 ENDLESS = SamplingOptions(temperature=0, ignore_eos=True)
 REPETITIVE = "abcabcabdabcabcabdabcabc" * 2
+
+
+# Always the longest draft, so that what is proposed does not depend on how long anything took.
+settings = partial(controlled_settings, fixed=True)
 
 
 @pytest.fixture
@@ -84,8 +91,10 @@ def clear_prompt(session: Session, n: int) -> tuple[list[int], tuple[int, ...]]:
 # -- speculation on and off (cases B5, D10)
 
 
-def test_a_target_that_cannot_roll_back_is_decoded_plainly(tiny_model, open_session):
-    session, notices = open_session(settings(tiny_model("mamba"), tiny_model("llama"), n_max=4, sampling=ENDLESS))
+@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
+def test_a_target_that_cannot_roll_back_is_decoded_plainly(tiny_model, open_session, architecture):
+    target = tiny_model(architecture)
+    session, notices = open_session(settings(target, tiny_model("llama"), n_max=4, sampling=ENDLESS))
     assert not session.speculation.active
     assert "cannot drop rejected tokens" in session.speculation.reason
     assert notices == [f"speculation off: {session.speculation.reason}"]
@@ -93,12 +102,13 @@ def test_a_target_that_cannot_roll_back_is_decoded_plainly(tiny_model, open_sess
     answer = generate(session, prompt, 20)
     assert len(answer.tokens) == 20
     assert (answer.stats.proposed, answer.stats.acceptance_rate) == (0, None)
-    again, _ = open_session(settings(tiny_model("mamba"), type="none", sampling=ENDLESS))
+    again, _ = open_session(settings(target, type="none", sampling=ENDLESS))
     assert generate(again, prompt, 20).tokens == answer.tokens
 
 
-def test_a_draft_that_cannot_roll_back_is_left_out(tiny_model, open_session):
-    draft = tiny_model("mamba")
+@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
+def test_a_draft_that_cannot_roll_back_is_left_out(tiny_model, open_session, architecture):
+    draft = tiny_model(architecture)
     session, notices = open_session(settings(tiny_model("llama"), draft, n_max=4))
     assert not session.speculation.active
     assert draft.name in session.speculation.reason
@@ -283,7 +293,7 @@ def test_a_sliding_window_is_crossed(tiny_model, open_session):
     assert generate(session, prompt, 90).tokens == answer.tokens
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mamba"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mamba", "jamba"])
 def test_a_second_request_equals_a_fresh_session(tiny_model, open_session, architecture):
     """Cases B7, B12: half the prompt is shared."""
     chosen = settings(tiny_model(architecture))
@@ -304,6 +314,17 @@ def test_closing_a_generation_early_leaves_the_session_usable(tiny_model, open_s
             next(events)
         events.close()
         assert generate(session, prompt, 30).tokens == whole.tokens
+
+
+@pytest.mark.parametrize("drafter", ["auto", "draft", "ngram"])
+def test_a_controller_changes_nothing(tiny_model, open_session, drafter):
+    """Whether and how far it drafts may differ from run to run, the text may not."""
+    session, _ = open_session(controlled_settings(tiny_model(), tiny_model(noise=0.1), type=drafter, sampling=ENDLESS))
+    assert session.speculation.active
+    assert not session.speculation.is_fixed
+    prompt = session.text_ids(REPETITIVE)
+    for _ in range(3):
+        assert len(assert_speculation_changes_nothing(session, prompt, 60).tokens) == 60
 
 
 # -- how much (cases A6, G13, G16)

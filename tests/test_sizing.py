@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from support import generate, load_model, make_engine, settings
 
-from specli.config import ModelOptions
+from specli.config import KvOverride, ModelOptions, PlacementOptions
 from specli.engine import sizing
 from specli.engine.base import Slice
 from specli.engine.log import LOG
@@ -34,7 +34,12 @@ TINY = [
     ("llama", {"n_vocab": 5000, "split_max_tensors": 5}, {"n_ctx": 300}),
     ("gemma2", {}, {"n_ctx": 4096}),  # sliding window, and embeddings that are the output matrix too
     ("gemma2", {"sliding_window": 700}, {"n_ctx": 4096, "n_batch": 64}),
+    ("gemma2", {}, {"n_ctx": 4096, "swa_full": True}),
     ("mamba", {}, {"n_ctx": 4096}),
+    ("jamba", {"n_layer": 4}, {"n_ctx": 4096}),
+    *(("llama", {}, {"n_ctx": 512, "load_mode": mode}) for mode in ("none", "mmap", "mlock", "mmap+mlock", "dio")),
+    ("llama", {}, {"placement": PlacementOptions((), kv_offload=False, tensor_overrides=(("ffn", "CPU"),))}),
+    ("llama", {}, {"kv_overrides": (KvOverride("llama.context_length", 64),)}),
 ]
 
 
@@ -80,7 +85,8 @@ def assert_equal(plan: Sizes, real: Sizes, tolerance: int) -> None:
 def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_model, monkeypatch) -> None:
     asked = ModelOptions(tiny_model(architecture, **shape), **options)
     plan = planned(asked)
-    assert plan["weights", "CPU_Mapped"] > 0
+    is_mapped = asked.load_mode in ("auto", "mmap", "mmap+mlock")
+    assert plan["weights", "CPU_Mapped" if is_mapped else HOST] > 0
     assert plan["state" if architecture == "mamba" else "kv", HOST] > 0
     assert_equal(plan, allocated(asked, monkeypatch), tolerance=2)
 

@@ -19,7 +19,8 @@ import pexpect
 LINES = 30
 LIVE_LINE = re.compile(r"^\d+(\.\d)? tok/s · ")
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-COMMAND = ("run", "--temp", "0", "-n", "90", "-p", "Write a Python function that returns the n-th Fibonacci number.")
+PROMPT = "Write a Python function that returns the n-th Fibonacci number."
+COMMAND = ("run", "--temp", "0", "--draft-fixed", "-n", "90", "-p", PROMPT)
 
 
 @dataclass
@@ -72,7 +73,7 @@ def on_terminal(specli: CommandLine):
         environment = specli.environment({"TERM": "xterm-256color", **(env or {})})
         words = [str(word) for word in arguments]
         words = ["-m", "specli", *words] if program == sys.executable else words
-        child = pexpect.spawn(program, words, dimensions=(LINES, columns), env=environment, timeout=HANG_S)
+        child = pexpect.spawn(program, words, dimensions=(LINES, columns), env=environment, cwd=specli.home)
         children.append(child)
         screen = pyte.HistoryScreen(columns, LINES, history=2000, ratio=0.5)
         stream = pyte.ByteStream(screen)
@@ -260,9 +261,9 @@ def test_a_model_cannot_send_codes_to_a_terminal(on_terminal, tiny_model):
     assert any(0x2400 <= ord(character) < 0x2420 for character in text)  # they are shown
 
 
-def test_no_prompt_on_a_terminal_is_told(on_terminal, tiny_model):
+def test_no_text_to_complete_on_a_terminal_is_told(on_terminal, tiny_model):
     """Nobody would know that it waits."""
-    seen = on_terminal("run", "-m", tiny_model())
+    seen = on_terminal("run", "--raw", "-m", tiny_model())
     assert seen.code == 2
     assert seen.rows == ["specli: error: no prompt was given; use -p TEXT, -f FILE, or pipe one in"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # llama_token_type
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -52,15 +52,21 @@ def write_tiny(
     chat_template: str | None = CHAT_TEMPLATE,
     vocab_only: bool = False,
     split_max_tensors: int = 0,
+    loud_token: int | None = None,
+    lora: Path | None = None,
+    lora_scale: float = 1.0,
     **metadata: object,
 ) -> Path:
     """Write a model with random F32 weights, the same for the same arguments, and return the path.
 
-    ``architecture``: ``llama``, ``gemma2`` (sliding window) or ``mamba`` (recurrent; others only with ``vocab_only``).
-    Text becomes one token per byte, ``id = 3 + byte``. ``noise`` disturbs the weights, in parts of their standard
-    deviation: a draft that agrees with its target more or less. ``metadata`` overrides keys by name
-    (``**{"llama.context_length": 64}``): None removes one, a tuple ``(value, type[, element type])`` sets the type.
-    With ``split_max_tensors`` the model is written as ``<stem>-00001-of-0000N.gguf``, and the first shard returned.
+    ``architecture``: ``llama``, ``gemma2`` (sliding window), ``mamba`` (recurrent) or ``jamba`` (hybrid: even
+    layers are recurrent); others only with ``vocab_only``. Text becomes one token per byte, ``id = 3 + byte``.
+    ``noise`` disturbs the weights, in parts of their standard deviation: a draft that agrees with its target more or
+    less.
+    ``metadata`` overrides keys by name (``**{"llama.context_length": 64}``): None removes one, a tuple
+    ``(value, type[, element type])`` sets the type. ``loud_token``: a llama that says nothing but this. ``lora``: an
+    adapter to be added to the weights, ``lora_scale`` times. With ``split_max_tensors`` the model is written as
+    ``<stem>-00001-of-0000N.gguf``, and the first shard returned.
     """
     path = Path(path)
     texts, types = plain_tokens(n_vocab)
@@ -77,7 +83,12 @@ def write_tiny(
         if value is not None:
             writer.add_key_value(key, *_typed(value))
     if not vocab_only:
-        for name, weights in _weights(architecture, len(texts), n_embd, n_layer, seed, noise).items():
+        tensors = _weights(architecture, len(texts), n_embd, n_layer, seed, noise)
+        if loud_token is not None:
+            _make_loud(tensors, loud_token)
+        if lora is not None:
+            _merge(tensors, lora, lora_scale)
+        for name, weights in tensors.items():
             writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -128,6 +139,9 @@ def _hparams(
     if architecture == "mamba":
         values |= {"feed_forward_length": 0, "attention.head_count": 0, "ssm.conv_kernel": 4}
         values |= {"ssm.inner_size": 2 * n_embd, "ssm.state_size": 16, "ssm.time_step_rank": n_embd // 16}
+    if architecture == "jamba":
+        values |= {"attention.head_count_kv": [n_head * (layer % 2) for layer in range(n_layer)], "ssm.conv_kernel": 4}
+        values |= {"ssm.inner_size": 2 * n_embd, "ssm.state_size": 16, "ssm.time_step_rank": n_embd // 16}
     return {f"{architecture}.{name}": value for name, value in values.items()}
 
 
@@ -144,8 +158,12 @@ def _weights(
     is_tied = architecture == "gemma2"  # small embeddings there, or each token would only ever predict itself
     tensors = {"token_embd.weight": random.normal(0, 0.03 if is_tied else 1, (n_vocab, n_embd)).astype(np.float32)}
     for layer in range(n_layer):
-        block = _mamba_block if architecture == "mamba" else _attention_block
-        tensors |= {f"blk.{layer}.{name}": value for name, value in block(matrix, ones, n_embd).items()}
+        is_hybrid = architecture == "jamba"
+        is_recurrent = architecture == "mamba" or (is_hybrid and layer % 2 == 0)
+        parts = (_mamba_block if is_recurrent else _attention_block)(matrix, ones, n_embd)
+        if is_hybrid and is_recurrent:
+            parts |= _jamba_norms(n_embd) | _feed_forward(matrix, ones, n_embd)
+        tensors |= {f"blk.{layer}.{name}": value for name, value in parts.items()}
         if architecture == "gemma2":
             tensors |= {f"blk.{layer}.post_{name}_norm.weight": ones for name in ("attention", "ffw")}
     tensors["output_norm.weight"] = 12 * ones if is_tied else ones
@@ -158,15 +176,72 @@ def _weights(
     return tensors
 
 
+def _make_loud(tensors: dict[str, np.ndarray], token: int) -> None:
+    """Layers that add nothing to one embedding, to which one row of the output matrix answers."""
+    for name, weights in tensors.items():
+        if name.endswith(("attn_output.weight", "ffn_down.weight")) or name == "output.weight":
+            weights[:] = 0
+    tensors["token_embd.weight"][:] = tensors["output.weight"][token] = 1
+
+
+def _merge(tensors: dict[str, np.ndarray], lora: Path, scale: float) -> None:
+    reader = GGUFReader(lora)
+    parts = {part.name: part.data for part in reader.tensors}
+    alpha = reader.fields["adapter.lora.alpha"].contents()
+    for name in [name.removesuffix(".lora_a") for name in parts if name.endswith(".lora_a")]:
+        a, b = parts[f"{name}.lora_a"], parts[f"{name}.lora_b"]
+        tensors[name] = tensors[name] + (scale * alpha / len(a) * b @ a).astype(np.float32)
+
+
+def write_lora(
+    path: Path,
+    model: Path,
+    names: Sequence[str] = ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"),
+    *,
+    rank: int = 2,
+    seed: int = 0,
+    halves: Sequence[str] = ("lora_a", "lora_b"),
+    **metadata: object,
+) -> Path:
+    """Write a random LoRA adapter for tensors of ``model`` and return the path; ``metadata`` as in ``write_tiny``."""
+    random = np.random.default_rng(seed)
+    shapes = {tensor.name: tensor.shape for tensor in GGUFReader(model).tensors}  # ggml's order: inputs, outputs
+    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0, **metadata}
+    writer = GGUFWriter(path, str(keys.pop("general.architecture", "llama")))
+    for key, value in keys.items():
+        if value is not None:
+            writer.add_key_value(key, *_typed(value))
+    for name in names:
+        n_in, n_out = (int(size) for size in shapes.get(name, (64, 64)))
+        pair = {"lora_a": (rank, n_in), "lora_b": (n_out, rank)}
+        for half in halves:
+            writer.add_tensor(f"{name}.{half}", random.normal(0, 0.3, pair[half]).astype(np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    return path
+
+
 def _attention_block(matrix: Any, ones: np.ndarray, n_embd: int) -> dict[str, np.ndarray]:
     return {
         "attn_norm.weight": ones,
         **{f"attn_{name}.weight": matrix(n_embd, n_embd) for name in ("q", "k", "v", "output")},
+        **_feed_forward(matrix, ones, n_embd),
+    }
+
+
+def _feed_forward(matrix: Any, ones: np.ndarray, n_embd: int) -> dict[str, np.ndarray]:
+    return {
         "ffn_norm.weight": ones,
         "ffn_gate.weight": matrix(2 * n_embd, n_embd),
         "ffn_up.weight": matrix(2 * n_embd, n_embd),
         "ffn_down.weight": matrix(n_embd, 2 * n_embd),
     }
+
+
+def _jamba_norms(n_embd: int) -> dict[str, np.ndarray]:
+    sizes = {"dt": n_embd // 16, "b": 16, "c": 16}
+    return {f"ssm_{name}_norm.weight": np.ones(size, np.float32) for name, size in sizes.items()}
 
 
 def _mamba_block(matrix: Any, ones: np.ndarray, n_embd: int) -> dict[str, np.ndarray]:

@@ -1,10 +1,6 @@
 """``specli bench``: what speculation does to these models, these prompts, this machine.
 
-    workloads    built-in prompts, and prompts from a file
-    harness      which runs, in which order, how long; over an abstract "decode this prompt with this setting"
-    runner       that function over a loaded session
-    statistics   medians and bootstrap intervals of numbers; pure
-    report       runs -> one cell per workload and setting, costs, and what they mean in words
-    document     the saved file: a report with its circumstances; comparing two of them
-    plot         a picture (matplotlib)
+``workloads`` has the prompts, ``harness`` decides what is run and when (over an abstract function that decodes a prompt
+with a setting), ``runner`` is that function over a session, ``report`` and ``statistics`` turn runs into figures,
+``advice`` into words, ``document`` and ``compare`` into files, ``plot`` into a picture; ``measure`` joins them.
 """

@@ -27,7 +27,7 @@ Ending = Literal["done", "time", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How to decode. ``drafter``: none, draft, ngram, or auto (both). ``k``: tokens of every draft; None: controlled."""
+    """How to decode. ``drafter``: none, draft, ngram, or auto (both). ``k``: tokens of a draft; None: controlled."""
 
     drafter: str
     k: int | None
@@ -119,7 +119,7 @@ class Interrupted(Exception):
 
 @dataclass(slots=True)
 class Harness:
-    """Runs a plan. ``deadline_s``: on ``clock``, None for no limit. ``stopped`` tells whether the user wants no more."""
+    """Runs a plan. ``deadline_s``: on ``clock``, None for no limit. ``stopped``: whether the user wants no more."""
 
     plan: Plan
     decode: Decode
@@ -177,7 +177,8 @@ class Harness:
         """Seconds that runs of ``settings`` will take; None while nothing is known."""
         if not self._spent:
             return None
-        n_all, all_s = (sum(column) for column in zip(*self._spent.values(), strict=True))
+        n_all = sum(n for n, _ in self._spent.values())
+        all_s = sum(spent_s for _, spent_s in self._spent.values())
         known = (self._spent.get(setting, (n_all, all_s)) for setting in settings)
         return sum(spent_s / n for n, spent_s in known)
 

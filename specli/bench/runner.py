@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specli.session import Session
 
 WARM_UP = 16  # tokens
+_EVERYTHING = 2**31  # tokens
 
 
 class Runner:
@@ -96,6 +97,8 @@ class Runner:
     def _decode(self, prompt: Prompt, setting: Setting, seed: int, max_tokens: int) -> Run:
         session = self._session
         session.engine.rollback(0, 0)
+        if session.drafting is not None and session.drafting.draft is not None:
+            session.drafting.draft.rollback(0, 0)
         verifier = make_verifier(setting.verify, dataclasses.replace(session.sampler, temperature=setting.temperature))
         drafter = self._drafter(prompt, setting, verifier)
         k_max = 0 if drafter is None else AUTO_K if setting.k is None else setting.k
@@ -115,8 +118,8 @@ class Runner:
         key = setting, prompt.workload
         if self._share and key in self._shared:
             drafter = self._shared[key]
-            if drafter is not None:
-                drafter.rewind(SequenceState(0, []), 0)
+            if drafter is not None:  # the draft model's cache is empty; what the n-gram drafter has indexed stays
+                drafter.rewind(SequenceState(0, []), _EVERYTHING)
             return drafter
         drafting = self._session.drafting
         if drafting is None:

@@ -7,6 +7,8 @@ prompt its repetitions are resampled.
 
 The interval is the percentile bootstrap's with t-corrected percentiles (Hesterberg 2015, "What Teachers Should Know
 About the Bootstrap", section 3.1.2): plain percentiles are too narrow for the few prompts that a bench has time for.
+Resampling cannot leave the range of what was measured, so below six units the interval is at least that of Student's t
+for the logarithm of the ratio.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_RESAMPLES = 4000
+FEW = 6  # units, below which resampling alone is not trusted
 CONFIDENCE = 0.95
 Array = NDArray[np.float64]
 
@@ -61,13 +64,23 @@ def speedup(pairs: Sequence[Pair], seed: int = 0, n_resamples: int = N_RESAMPLES
     rng = np.random.default_rng(seed)
     chosen = rng.integers(n_units, size=(n_resamples, n_units))
     if len(prompts) > 1:
-        ratios = (weights * before)[chosen].sum(axis=1) / (weights * after)[chosen].sum(axis=1)
+        times = np.stack([weights * before, weights * after], axis=1)
+        sums = times[chosen].sum(axis=1)
     else:
-        each = np.array([[pair.before, pair.after] for pair in pairs])
-        medians = np.median(each[chosen], axis=1)
-        ratios = medians[:, 0] / medians[:, 1]
-    low, high = percentile_interval(ratios, n_units)
+        times = np.array([[pair.before, pair.after] for pair in pairs])
+        sums = np.median(times[chosen], axis=1)
+    low, high = percentile_interval(sums[:, 0] / sums[:, 1], n_units)
+    if n_units < FEW:
+        low, high = _widened(value, low, high, times)
     return Estimate(value, low, high)
+
+
+def _widened(value: float, low: float, high: float, times: Array) -> tuple[float, float]:
+    """``low`` and ``high`` or, where wider, the t interval of log(value). ``times``: ``(n, 2)``, before and after."""
+    n = len(times)
+    influence = times[:, 0] / times[:, 0].mean() - times[:, 1] / times[:, 1].mean()  # of each unit on the logarithm
+    reach = math.exp(t_quantile(0.5 + CONFIDENCE / 2, n - 1) * float(influence.std(ddof=1)) / math.sqrt(n))
+    return min(low, value / reach), max(high, value * reach)
 
 
 def _per_prompt(pairs: Sequence[Pair], prompts: Sequence[str]) -> tuple[Array, Array, Array]:
@@ -90,7 +103,11 @@ def percentile_interval(values: Array, n_units: int) -> tuple[float, float]:
 
 
 def t_quantile(level: float, degrees: int) -> float:
-    """Quantile of Student's t by its expansion in 1/degrees (Abramowitz & Stegun 26.7.5); 3% short at 2 degrees."""
+    """Quantile of Student's t (95% intervals); from 3 degrees on by Abramowitz & Stegun 26.7.5, right to 1%."""
+    if degrees == 1:
+        return math.tan(math.pi * (level - 0.5))
+    if degrees == 2:
+        return (2 * level - 1) / math.sqrt(2 * level * (1 - level))
     z, n = NormalDist().inv_cdf(level), degrees
     return (
         z

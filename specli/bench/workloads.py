@@ -99,22 +99,22 @@ _REWRITE = (
     f"Change the port's parameter name to portNumber everywhere and print all of it.\n\n{_SERVER}",
     f"Add a method peek that returns the last item without removing it, and print the whole class.\n\n{_STACK}",
 )
-_FERRY = """The ferry between Aldness and the Isle of Corra will run only on weekdays from October. The council says that
-weekend crossings carried fewer than thirty passengers a day last winter, while fuel costs rose by a fifth. Islanders
-have collected six hundred signatures against the change. The operator offers a Saturday crossing if the school trips of
-the mainland are moved to that day. A decision is expected at the meeting on 14 September."""
-_BEES = """Researchers fitted small tags to 1,200 honey bees from nine hives and followed them for two summers. Bees that
-grew up in hives near flower strips began to forage four days later than others and lived about a week longer. The team
-thinks that better nourished larvae turn into adults with larger reserves. Hives beside wheat fields showed no such
-effect, whatever their size. The study says nothing about wild bees, which do not store honey."""
-_LIBRARY = """Since the library of Venn Street opened its tool shelf, people have borrowed 3,400 drills, saws and ladders.
-Most are returned on time; eleven items are missing. The shelf is run by retired craftsmen who repair what breaks and
-teach a free course every Thursday. The city now plans the same for four more branches, paid for by the money that was
-meant for a new reading room. Some regular readers are not pleased."""
-_SHIP = """The freighter Mirela ran aground on Tuesday night on the Teln sandbank, two miles off the lighthouse. Nobody was
-hurt. Two tugs tried to pull the ship free at high water on Wednesday but gave up when a cable broke. The owner will now
-unload part of the 5,000 tons of gravel onto barges. Divers found no leak. The harbour master has closed the eastern
-channel until Saturday."""
+_FERRY = """The ferry between Aldness and the Isle of Corra will run only on weekdays from October. The council says
+that weekend crossings carried fewer than thirty passengers a day last winter, while fuel costs rose by a fifth.
+Islanders have collected six hundred signatures against the change. The operator offers a Saturday crossing if the
+school trips of the mainland are moved to that day. A decision is expected at the meeting on 14 September."""
+_BEES = """Researchers fitted small tags to 1,200 honey bees from nine hives and followed them for two summers. Bees
+that grew up in hives near flower strips began to forage four days later than others and lived about a week longer.
+The team thinks that better nourished larvae turn into adults with larger reserves. Hives beside wheat fields showed
+no such effect, whatever their size. The study says nothing about wild bees, which do not store honey."""
+_LIBRARY = """Since the library of Venn Street opened its tool shelf, people have borrowed 3,400 drills, saws and
+ladders. Most are returned on time; eleven items are missing. The shelf is run by retired craftsmen who repair what
+breaks and teach a free course every Thursday. The city now plans the same for four more branches, paid for by the
+money that was meant for a new reading room. Some regular readers are not pleased."""
+_SHIP = """The freighter Mirela ran aground on Tuesday night on the Teln sandbank, two miles off the lighthouse.
+Nobody was hurt. Two tugs tried to pull the ship free at high water on Wednesday but gave up when a cable broke. The
+owner will now unload part of the 5,000 tons of gravel onto barges. Divers found no leak. The harbour master has
+closed the eastern channel until Saturday."""
 _SUMMARY = (
     f"Summarise this report in two sentences.\n\n{_FERRY}",
     f"Summarise this article in three bullet points.\n\n{_BEES}",
@@ -129,24 +129,24 @@ _EXTRACT = (
     "Extract the fields name, street, city, phone and order as a JSON object.\n\nBob Stone lives at 14 Mill Road in "
     "Leeds, phone 555 0142, and orders 12 garden chairs.",
     "Extract the fields number, customer, email, quantity, item, price and currency as a JSON object.\n\nOrder "
-    "NW-20417-B, placed by Ada Lindqvist (ada.lindqvist@northwind.example): 24 thermocouple probes, type K, at 18.40 EUR "
-    "each.",
+    "NW-20417-B, placed by Ada Lindqvist (ada.lindqvist@northwind.example): 24 thermocouple probes, type K, at 18.40 "
+    "EUR each.",
     "Extract every person with role and task as a JSON list.\n\nPresent: Maria Keller (chair), Tom Okafor (treasurer), "
     "Ines Duarte (secretary). Tom Okafor sends the revised plan to the printer. Ines Duarte books the hall in Lyon.",
-    "Return the ingredients as a JSON list of objects with name, amount and unit.\n\nFor the dough take 500 g of flour, "
-    "300 ml of water, 10 g of salt, 7 g of dry yeast and 2 spoons of olive oil.",
-    "Return the flights as a JSON list with number, from, to, departure and gate.\n\nKL 1023 leaves Amsterdam for London "
-    "at 14:05 from gate D47. BA 432 leaves Amsterdam for Leeds at 15:30 from gate C12. VY 8301 leaves Amsterdam for "
-    "Bilbao at 17:10 from gate B6.",
-    "Extract title, author, year, publisher and isbn as JSON.\n\nThe Salt Road, a novel by Ruth Amberly, appeared in 2014 "
-    "with Harrow and Pike, ISBN 978-0-00-812345-6.",
+    "Return the ingredients as a JSON list of objects with name, amount and unit.\n\nFor the dough take 500 g of "
+    "flour, 300 ml of water, 10 g of salt, 7 g of dry yeast and 2 spoons of olive oil.",
+    "Return the flights as a JSON list with number, from, to, departure and gate.\n\nKL 1023 leaves Amsterdam for "
+    "London at 14:05 from gate D47. BA 432 leaves Amsterdam for Leeds at 15:30 from gate C12. VY 8301 leaves Amsterdam "
+    "for Bilbao at 17:10 from gate B6.",
+    "Extract title, author, year, publisher and isbn as JSON.\n\nThe Salt Road, a novel by Ruth Amberly, appeared in "
+    "2014 with Harrow and Pike, ISBN 978-0-00-812345-6.",
     "Convert this table to a JSON list.\n\nname,department,started,city\nPetra Voss,sales,2019-03-01,Bremen\nJon Hale,"
     "support,2021-11-15,Cork\nMei Tanaka,research,2016-07-01,Osaka\n",
     "Extract date, place, magnitude and depth of every earthquake as a JSON list.\n\nOn 3 May a quake of magnitude 5.1 "
     "shook Tarvo at a depth of 12 km. On 9 May one of magnitude 4.4 followed near Lissa, 8 km deep. The strongest, "
     "magnitude 6.0, struck Port Anders on 21 May, 33 km deep.",
-    "Copy these settings into a JSON object.\n\nhost is db7.internal.example, port is 5432, user is reporter, database is "
-    "sales_2024, timeout is 30 seconds, retries is 5, encryption is on.",
+    "Copy these settings into a JSON object.\n\nhost is db7.internal.example, port is 5432, user is reporter, database "
+    "is sales_2024, timeout is 30 seconds, retries is 5, encryption is on.",
 )
 _TRANSLATE = (
     "Translate into French: The train to the coast leaves at nine, and we should buy the tickets today.",
@@ -214,9 +214,9 @@ def built_in(names: Sequence[str] = ()) -> list[Prompt]:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file: JSON lines, or text with one prompt per line.
 
-    A JSON line is a string, or an object with ``prompt`` and perhaps ``workload`` and ``system``; a file whose name ends
-    in .jsonl or whose first line begins with a brace or a quote is read as that. Empty lines are passed over. Raises
-    ``ConfigError`` that names the line.
+    A JSON line is a string, or an object with ``prompt`` and perhaps ``workload`` and ``system``; a file whose name
+    ends in .jsonl or whose first line begins with a brace or a quote is read as that. Empty lines are passed over.
+    Raises ``ConfigError`` that names the line.
     """
     lines = list(_lines(path))
     if not lines:

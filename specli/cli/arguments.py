@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,37 +17,80 @@ REMOVED: Mapping[str, str] = {
     "--draft-min": "--spec-draft-n-min",
     "--draft-n-min": "--spec-draft-n-min",
 }
-# llama.cpp options that specli does not have, so that they are not read as something else. From common/arg.cpp.
+# Flags that llama.cpp had before --load-mode.
+FORMER_FLAGS: Mapping[str, str] = {
+    "--mmap": "--load-mode mmap",
+    "--no-mmap": "--load-mode none",
+    "--mlock": "--load-mode mmap+mlock (mlock with --no-mmap)",
+    "-dio": "--load-mode dio",
+    "--direct-io": "--load-mode dio",
+    "-ndio": "--load-mode auto",
+    "--no-direct-io": "--load-mode auto",
+}
+# llama.cpp options that specli does not have, so that they are not read as something else: from common/arg.cpp, those
+# of the programs that generate text.
 _LACKING_NAMES = """
--C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -lcs --lookup-cache-static -lcd
---lookup-cache-dynamic --keep --swa-full -ctxcp --ctx-checkpoints -cram --cache-ram -kvu --kv-unified
---context-shift --no-context-shift --chunks -co --color -sysf --system-prompt-file --in-file -bf --binary-file -e
---escape --no-escape -ptc --print-token-count --prompt-cache --prompt-cache-all --prompt-cache-ro -sp --special
--mli --multiline-input --in-prefix-bos --in-prefix --in-suffix --warmup --no-warmup --spm-infill --samplers
---sampler-seq --sampling-seq --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p
---repeat-last-n --repeat-penalty --presence-penalty --frequency-penalty --dry-multiplier --dry-base
---dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker --adaptive-target --adaptive-decay
---dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent -l --logit-bias --grammar --grammar-file
--j --json-schema -jf --json-schema-file -bs --backend-sampling --pooling --attention --rope-scaling --rope-scale
---rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow
---yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w -kvo --kv-offload -nkvo --no-kv-offload --repack -nr
---no-repack --no-host -dt --defrag-thold -np --parallel -cb --cont-batching -nocb --no-cont-batching -mm --mmproj
--mmu --mmproj-url --image --audio --video --rpc -lm --load-mode --mlock --mmap --no-mmap -dio --direct-io --numa
--dev --device --list-devices -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -sm --split-mode -ts
---tensor-split -mg --main-gpu --check-tensors --override-kv --op-offload --no-op-offload --lora
---lora-scaled --control-vector --control-vector-scaled --control-vector-layer-range -a --alias -mu --model-url
---mtp --eagle3 --chat-template --chat-template-file --chat-template-kwargs --jinja --no-jinja --reasoning-format -rea
---reasoning --reasoning-budget --log-disable --log-file --log-colors -lv --verbosity --log-verbosity --offline
---perf --no-perf --show-timings --no-show-timings --simple-io --verbose-prompt --no-display-prompt --display-prompt
---spec-draft-p-split --draft-p-split -devd --device-draft --spec-draft-device -otd --override-tensor-draft -cmoed
---cpu-moe-draft -ncmoed --n-cpu-moe-draft --spec-default -Cd --cpu-mask-draft -Crd --cpu-range-draft --prio-draft
---poll-draft --spec-synth-len --spec-synth-rates --spec-ngram-mod-n-min --spec-ngram-mod-n-max
---spec-ngram-mod-n-match --spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits
---spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n
---spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits --spec-ngram-size-n --spec-ngram-size-m
---spec-ngram-min-hits
+-cl --cache-list --completion-bash --server-base --verbose-prompt --display-prompt --no-display-prompt --cpu-strict
+--poll -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch -lcs
+--lookup-cache-static -lcd --lookup-cache-dynamic --kv-unified-per-slot --keep -ctxcp --ctx-checkpoints
+--swa-checkpoints -cms --checkpoint-min-step -cram --cache-ram -kvu --kv-unified -no-kvu --no-kv-unified
+--cache-idle-slots --no-cache-idle-slots --context-shift --no-context-shift --perf --no-perf --show-timings
+--no-show-timings -bf --binary-file -ptc --print-token-count --prompt-cache --prompt-cache-all --prompt-cache-ro -mli
+--multiline-input --in-prefix-bos --in-prefix --in-suffix --spm-infill --samplers --sampler-seq --sampling-seq
+--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p --repeat-last-n --repeat-penalty
+--presence-penalty --frequency-penalty --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n
+--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr
+--mirostat-ent -l --logit-bias --grammar --grammar-file -j --json-schema -jf --json-schema-file -bs --backend-sampling
+--pooling -gan --grp-attn-n -gaw --grp-attn-w --repack -nr --no-repack --no-host -dt --defrag-thold -np --parallel -cb
+--cont-batching -nocb --no-cont-batching -mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto
+--mmproj-offload --no-mmproj-offload --image --audio --video --image-min-tokens --image-max-tokens
+--mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir --rpc -lzm --lazy-mode -fitt
+--fit-target -fitc --fit-ctx --check-tensors --op-offload --no-op-offload --control-vector --control-vector-scaled
+--control-vector-layer-range -a --alias --tags -mu --model-url -dr --docker-repo -o --output --output-file
+--embd-normalize --host --port --reuse-port --path --cors-origins --cors-methods --cors-headers --cors-credentials
+--no-cors-credentials --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy
+--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools --tools-runtime --mcp-servers-config
+--mcp-servers-json -ag --agent -no-ag --no-agent --ui --webui --no-ui --no-webui --embedding --embeddings --rerank
+--reranking --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout --sse-ping-interval --threads-http
+--cache-prompt --no-cache-prompt --cache-reuse --metrics --props --slots --no-slots --slot-save-path --media-path
+--models-dir --models-preset --models-max --models-autoload --no-models-autoload --jinja --no-jinja --reasoning-format
+-rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --reasoning-preserve
+--no-reasoning-preserve --skip-chat-parsing --no-skip-chat-parsing --prefill-assistant --no-prefill-assistant -sps
+--slot-prompt-similarity --lora-init-without-apply --sleep-idle-seconds --simple-io --log-disable --log-file
+--log-jsonl --no-log-jsonl --log-prompts-dir --log-colors --offline -lv --verbosity --log-verbosity
+--log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --spec-draft-cpu-mask -Cd --cpu-mask-draft
+--spec-draft-cpu-range -Crd --cpu-range-draft --spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio
+--prio-draft --spec-draft-poll --poll-draft --spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft
+--spec-draft-cpu-range-batch -Crbd --cpu-range-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft
+--spec-draft-prio-batch --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-synth-len
+--spec-synth-rates --spec-draft-p-split --draft-p-split --spec-draft-backend-sampling --no-spec-draft-backend-sampling
+--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n
+--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m
+--spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits
+--spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits --embd-gemma-default --fim-qwen-1.5b-default
+--fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default
+--gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default --spec-default
 """
-LACKING = frozenset(_LACKING_NAMES.split())
+_ONE_SET_OF_CPUS = "target and draft run on the same CPUs: use -C or -Cr"
+_ONE_PRIORITY = "target and draft have the same priority: use --prio"
+_POLLING = "how threads wait is up to OpenMP: set OMP_WAIT_POLICY to active or passive"
+_THINKING = "use --chat-template-kwargs with the variable of the model's template, as in '{\"enable_thinking\": false}'"
+_REASONS = {
+    **dict.fromkeys(("--jinja", "--no-jinja"), "templates are jinja, but for the built-in ones of --chat-template"),
+    **dict.fromkeys(("-rea", "--reasoning", "--reasoning-effort"), _THINKING),
+}
+_FAMILIES = (("poll", _POLLING), ("cpu-", _ONE_SET_OF_CPUS), ("prio", _ONE_PRIORITY))
+
+
+def _advice(name: str) -> str:
+    """What to do instead; for most there is nothing."""
+    if name in ("-Cb", "-Crb", "-Cd", "-Crd", "-Cbd", "-Crbd"):
+        return _ONE_SET_OF_CPUS
+    family = next((advice for part, advice in _FAMILIES if part in name), "leave it out")
+    return _REASONS.get(name, family)
+
+
+LACKING: Mapping[str, str] = {name: _advice(name) for name in _LACKING_NAMES.split()}  # flag -> what to do
 
 
 class Option(Protocol):
@@ -67,6 +111,7 @@ def check(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
     for option in options:
         is_flag = getattr(option, "is_flag", False)
         takes_value.update(dict.fromkeys([*option.opts, *option.secondary_opts], not is_flag))
+        _require_environment(getattr(option, "envvar", None))
     notes = []
     waiting = iter(arguments)
     for argument in waiting:
@@ -75,18 +120,28 @@ def check(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
             break
         name = argument.split("=", 1)[0] if argument.startswith("--") else argument
         if name in takes_value:
-            if name in REMOVED:
-                notes.append(f"{name} is llama.cpp's former name of {REMOVED[name]}; taken as that")
+            present = REMOVED.get(name) or FORMER_FLAGS.get(name)
+            if present:
+                notes.append(f"{name} is llama.cpp's former name of {present}; taken as that")
             if takes_value[name] and "=" not in argument:
                 _require_text(next(waiting, ""))
         elif name in LACKING:
-            raise ConfigError(f"{name} is a llama.cpp option that specli does not have; leave it out")
+            raise ConfigError(f"{name} is a llama.cpp option that specli does not have; {LACKING[name]}")
         elif argument.startswith("-") and not argument.startswith("--"):
             short = max((known for known in takes_value if argument.startswith(known)), key=len, default="")
             if short:
                 value = argument.removeprefix(short)
                 raise ConfigError(f"{argument} is not an option; write the value apart: {short} {value}")
     return notes
+
+
+def _require_environment(names: object) -> None:
+    known = [names] if isinstance(names, str) else list(names) if isinstance(names, list | tuple) else []
+    for name in known:
+        try:
+            os.environ.get(name, "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the variable {name} is not UTF-8, at character {error.start}") from error
 
 
 def draft_length(value: str) -> int | None:

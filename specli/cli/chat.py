@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What was asked for. ``first``: a message given on the command line. ``shows_figures``: a line per answer."""
+    """What was asked for. ``first``: a message of the command line. ``shows_figures``: one line of them per answer."""
 
     first: str | None
     system: str | None
@@ -66,13 +66,16 @@ def wants_chat(conversation: bool | None, interactive: bool, single_turn: bool, 
 
 
 def chat(session: Session, request: ChatRequest, renderer: Renderer, interrupt: Interrupt) -> FinishReason | None:
-    """Talk until the end of the input; why the last answer ended."""
+    """Talk until the end of the input; why the last answer ended, where it was to be the last or is one of a pipe."""
     from specli.conversation import Conversation
 
-    conversation = Conversation(session, request.generation, request.system)
+    if request.generation.special:
+        renderer.notice("-sp is left out: what is shown is what the conversation holds")
+    conversation = Conversation(session, replace(request.generation, special=False), request.system)
     is_person = sys.stdin is not None and sys.stdin.isatty()
     lines: Lines = TerminalLines(interrupt, history_path()) if is_person else PipedLines(interrupt)
     interrupt.patience = PATIENCE
+    renderer.close()  # the loading bar
     return _Chat(session, conversation, request, renderer, interrupt, lines).run()
 
 
@@ -102,24 +105,30 @@ class _Chat:
         }
 
     def run(self) -> FinishReason | None:
-        if self._lines.is_terminal and not self._request.is_single:
+        if self._goes_on:
             self._greet()
-        text = self._request.first
-        while True:
-            text = self._read() if text is None else text
-            if text is None:
-                break
-            command = _COMMAND.fullmatch(text.strip())
+        if self._request.first is not None:
+            self._ask(self._request.first)
+        while not self._is_over and (text := self._read()) is not None:
+            command = _COMMAND.fullmatch(text.rstrip())
             if command is None:
                 self._ask(text)
-            elif command[1].lower() in ("exit", "bye", "quit"):
+            elif (name := command[1].lower()) in ("exit", "bye", "quit"):
                 break
             else:
-                self._obey(command[1].lower(), (command[2] or "").strip())
-            text = None
-            if self._request.is_single and self._totals.turns:
-                break
-        return self._last.finish_reason
+                self._obey(name, (command[2] or "").strip())
+        return None if self._goes_on else self._last.finish_reason
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a person is there who may say more after an interrupt or an error."""
+        return self._lines.is_terminal and not self._request.is_single
+
+    @property
+    def _is_over(self) -> bool:
+        if self._request.is_single:
+            return self._totals.turns > 0
+        return not self._goes_on and self._last.finish_reason == "cancelled"
 
     def _greet(self) -> None:
         from specli.render.summary import speculation_line
@@ -131,6 +140,7 @@ class _Chat:
         """The next message that is not blank; None at the end. Ctrl-C drops what was typed."""
         n_interrupts = 0
         while True:
+            self._interrupt.reset()
             try:
                 text = read_message(self._lines)
             except KeyboardInterrupt:
@@ -155,10 +165,10 @@ class _Chat:
 
     def _answer(self, events: Events, question: str | None) -> None:
         """Show one answer. What goes wrong with it is told, and the chat goes on."""
-        renderer, interrupt = self._renderer, self._interrupt
-        stats, parts = Stats(), list[str]()
+        renderer = self._renderer
+        stats, parts = Stats(load_s=self._session.load_s), list[str]()
         try:
-            with silent_typing(interrupt), closing(events):
+            with silent_typing(self._interrupt), closing(events):
                 for event in events:
                     stats.observe(event)
                     renderer.on_event(event, stats)
@@ -166,12 +176,10 @@ class _Chat:
                         parts.append(event.text)
         except SpecError as error:
             renderer.close()
-            self._say(f"error: {error}" + (" (/clear starts anew)" if isinstance(error, ContextOverflow) else ""))
-            if self._request.is_single:
+            if not self._goes_on:
                 raise
+            self._say(f"error: {error}" + (" (/clear starts anew)" if isinstance(error, ContextOverflow) else ""))
             return
-        finally:
-            interrupt.reset()
         self._last = stats
         self._totals.add(stats)
         text = "".join(parts)
@@ -183,7 +191,7 @@ class _Chat:
 
     def _tell_end(self, stats: Stats, text: str) -> None:
         """The line of figures, and what must be known of how the answer ended."""
-        if self._request.shows_figures:
+        if self._request.shows_figures and sys.stdout.isatty() and sys.stderr.isatty():
             from specli.render.status import status_line
 
             width = shutil.get_terminal_size().columns
@@ -214,9 +222,9 @@ class _Chat:
         self._say(f"system: {conversation.system}" if conversation.system else "there is no system message")
 
     def _regen(self, _argument: str) -> None:
-        if self._session.seed is None and self._session.speculation.verify == "greedy":
-            self._say("at temperature 0 the answer will be the same")
         question = self._conversation.last_question
+        if question is not None and self._session.speculation.verify == "greedy":
+            self._say("at temperature 0 the answer will be the same")
         self._answer(self._conversation.regenerate(time.perf_counter()), question)
 
     def _clear(self, _argument: str) -> None:

@@ -12,11 +12,13 @@ import typer
 
 from specli import __version__
 from specli.cli import arguments
+from specli.cli.bench import bench as bench_command
 from specli.cli.check_tokenizers import check_tokenizers as check_tokenizers_command
 from specli.cli.demo import demo as demo_command
 from specli.cli.models_command import app as models_app
 from specli.cli.plan import plan as plan_command
 from specli.cli.run import run as run_command
+from specli.cli.selftest import selftest as selftest_command
 from specli.errors import SpecError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that the signal ended
@@ -52,6 +54,8 @@ def _root(
 
 
 app.command("run")(run_command)
+app.command("bench")(bench_command)
+app.command("selftest")(selftest_command)
 app.command("plan")(plan_command)
 app.command("demo")(demo_command)
 app.add_typer(models_app, name="models")

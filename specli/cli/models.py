@@ -16,6 +16,7 @@ from specli import hub, registry
 from specli.config import ModelOptions, Settings
 from specli.errors import ConfigError, ModelLoadError
 from specli.hub import HubFile
+from specli.prepare import quantized
 from specli.registry import Model
 
 
@@ -106,10 +107,8 @@ def resolve_models(
     elif pair is not None:
         path, name = prepare_source(pair.target, console.notice, cancelled, console, choice.hf_token)
         target = dataclasses.replace(target, path=path, name=name)
-    speculation = settings.speculation
-    is_unused = speculation.type in ("none", "ngram") or (speculation.k_max == 0 and speculation.type == "auto")
     if draft is not None and choice.draft_model is None:
-        if is_unused:
+        if not settings.speculation.uses_draft:
             draft = None
         elif choice.hf_repo_draft is not None:
             draft = _at(draft, fetch(hub.parse_reference(choice.hf_repo_draft, "-hfd"), console, choice.hf_token))
@@ -130,19 +129,8 @@ def prepare_source(
     ``console`` None: nothing is downloaded.
     """
     path = locate(model, console, token) if console is not None else registry.find_file(model)
-    if model.quantize is None:
-        return path, path.name
-    copy = registry.quantized_copy(path, model.quantize)
-    if not copy.is_file():
-        from specli.engine.quantize import quantize
-
-        notice(f"making a {model.quantize} copy of {path.name}, once, in {copy.parent} (it verifies faster on CPUs)")
-        try:
-            quantize(path, copy, model.quantize, cancelled)
-        except (OSError, ModelLoadError) as error:  # a full disk, a folder that cannot be written
-            notice(f"no copy could be kept ({error}); using {path.name} as it is")
-            return path, path.name
-    return copy, copy.name
+    path = quantized(model, path, notice, cancelled)
+    return path, path.name
 
 
 def locate(model: Model, console: Console, token: str | None = None) -> Path:

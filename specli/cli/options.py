@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from specli.cli.values import switch
+
 MODEL, PROMPT, SAMPLING = "Models", "Prompt and output", "Sampling"
 SPECULATION, HARDWARE = "Speculation", "Context and hardware"
 
@@ -146,7 +148,8 @@ StatsJson = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", rich_help_panel=PROMPT, help="Show llama.cpp's log on stderr.")
+    bool,
+    typer.Option("-v", "--verbose", "--log-verbose", rich_help_panel=PROMPT, help="Show llama.cpp's log on stderr."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=PROMPT, help="Show tracebacks of errors.")]
 
@@ -230,6 +233,14 @@ DraftPMin = Annotated[
         envvar="LLAMA_ARG_SPEC_DRAFT_P_MIN",
         rich_help_panel=SPECULATION,
         help="Stop drafting where the draft's confidence is below this.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        rich_help_panel=SPECULATION,
+        help="Only settings under which logits do not depend on the draft to the last bit (proved once, then kept).",
     ),
 ]
 Verify = Annotated[
@@ -327,6 +338,7 @@ Fit = Annotated[
         "-fit",
         "--fit",
         envvar="LLAMA_ARG_FIT",
+        callback=switch,
         rich_help_panel=HARDWARE,
         help="on: check memory before loading, settle -ngl auto and an unset -c by it; off: load as asked.",
     ),
@@ -334,7 +346,12 @@ Fit = Annotated[
 FlashAttn = Annotated[
     str,
     typer.Option(
-        "-fa", "--flash-attn", envvar="LLAMA_ARG_FLASH_ATTN", rich_help_panel=HARDWARE, help="on, off or auto."
+        "-fa",
+        "--flash-attn",
+        envvar="LLAMA_ARG_FLASH_ATTN",
+        callback=switch,
+        rich_help_panel=HARDWARE,
+        help="on, off or auto.",
     ),
 ]
 CacheTypeK = Annotated[

@@ -15,6 +15,7 @@ from specli.cli import options as o
 from specli.cli.arguments import draft_length
 from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
+from specli.cli.option_groups import LoadingFlags, flattened
 from specli.config import ModelOptions, Settings, SpeculationOptions
 from specli.errors import ConfigError
 
@@ -26,6 +27,7 @@ FORMATS = ("table", "json")
 _DOES_NOT_FIT = 1
 
 
+@flattened
 def plan(
     context: typer.Context,
     model: o.Model = None,
@@ -48,6 +50,8 @@ def plan(
     cache_type_k_draft: o.CacheTypeKDraft = ModelOptions.cache_type_k,
     cache_type_v_draft: o.CacheTypeVDraft = ModelOptions.cache_type_v,
     debug: o.Debug = False,
+    *,
+    loading: LoadingFlags,
 ) -> None:
     """Tell whether target and draft fit the memory at hand, and which settings would make them fit.
 
@@ -60,9 +64,9 @@ def plan(
     choice = ModelChoice.of(context)
     common = ModelOptions(Path(), n_batch=batch_size, n_ubatch=ubatch_size, flash_attn=flash_attn)
     target = replace(common, path=choice.model or Path(), n_ctx=ctx_size, n_gpu_layers=gpu_layers)
-    target = replace(target, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
-    draft = replace(common, path=choice.draft_model or Path(), n_gpu_layers=gpu_layers_draft)
-    draft = replace(draft, cache_type_k=cache_type_k_draft, cache_type_v=cache_type_v_draft)
+    target = loading.target(replace(target, cache_type_k=cache_type_k, cache_type_v=cache_type_v))
+    draft = replace(target, path=choice.draft_model or Path(), n_ctx=None, n_gpu_layers=gpu_layers_draft)
+    draft = loading.draft(replace(draft, cache_type_k=cache_type_k_draft, cache_type_v=cache_type_v_draft))
     speculation = SpeculationOptions(n_max=draft_length(draft_max))
     settings = _resolve(Settings(target, draft, speculation=speculation), choice)
 

@@ -17,6 +17,7 @@ from specli.cli.arguments import draft_length, map_spec_type
 from specli.cli.chat import ChatRequest, chat, wants_chat
 from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
+from specli.cli.option_groups import LoadingFlags, ProcessFlags, TemplateFlags, TextFlags, flattened
 from specli.cli.prompt import read_prompt
 from specli.cli.show_config import show_config as print_config
 from specli.cli.stats_json import StatsJson
@@ -33,9 +34,11 @@ from specli.events import FinishReason, Text
 
 if TYPE_CHECKING:
     from specli.render.base import Renderer
+    from specli.render.choose import ColorMode
     from specli.session import Session
 
 
+@flattened
 def run(
     context: typer.Context,
     model: o.Model = None,
@@ -68,6 +71,7 @@ def run(
     draft_min: o.DraftMin = SpeculationOptions.n_min,
     draft_p_min: o.DraftPMin = SpeculationOptions.p_min,
     verify: o.Verify = SpeculationOptions.verify,
+    exact: o.Exact = Settings.exact,
     ctx_size: o.CtxSize = ModelOptions.n_ctx,
     batch_size: o.BatchSize = ModelOptions.n_batch,
     ubatch_size: o.UbatchSize = ModelOptions.n_ubatch,
@@ -86,10 +90,16 @@ def run(
     show_config: o.ShowConfig = False,
     verbose: o.Verbose = False,
     debug: o.Debug = False,
+    *,
+    texts: TextFlags,
+    template: TemplateFlags,
+    loading: LoadingFlags,
+    process: ProcessFlags,
 ) -> None:
-    """Complete a prompt, faster with a draft, with the target's own words."""
+    """Complete a prompt, or chat where none is given, faster with a draft, with the target's own words."""
     choice = ModelChoice.of(context)
-    generation = GenerationOptions(n_predict, tuple(stops or ()))
+    system = texts.system(system)
+    generation = GenerationOptions(n_predict, texts.stops(stops), texts.special)
     kind, note = map_spec_type(spec_type)
     target = ModelOptions(
         path=choice.model or Path(),
@@ -103,6 +113,7 @@ def run(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
+    target = loading.target(target)
     draft = dataclasses.replace(
         target,
         path=choice.draft_model or Path(),
@@ -113,33 +124,38 @@ def run(
         cache_type_k=cache_type_k_draft,
         cache_type_v=cache_type_v_draft,
     )
+    draft = loading.draft(draft)
     sampling = SamplingOptions(
         temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos
     )
     speculation = SpeculationOptions(kind, draft_length(draft_max), draft_min, draft_p_min, verify, draft_fixed)
-    settings = Settings(target, draft, sampling, speculation, fit, choice.flags())
+    settings = Settings(
+        target, draft, sampling, speculation, fit, choice.flags(), template.options(), process.options(), exact
+    )
     if show_config:
         print_config(context, choice, settings)
         return
-    if raw and system is not None:
-        raise ConfigError("-sys was given with --raw, which has no place for a system message; leave one out")
+    if raw:
+        template.refuse_with_raw()
+        if system is not None:
+            raise ConfigError("-sys was given with --raw, which has no place for a system message; leave one out")
     has_prompt = prompt is not None or file is not None
     answer: _Answer | ChatRequest
     if is_chat := wants_chat(conversation, interactive, single_turn, has_prompt, raw):
-        first = read_prompt(prompt, file) if has_prompt else None
+        first = read_prompt(prompt, file, texts.escape) if has_prompt else None
         answer = ChatRequest(first, system, generation, single_turn, StatsJson(stats_json), not show_stats)
     else:
-        answer = _Answer(read_prompt(prompt, file), system, raw, generation, StatsJson(stats_json))
+        answer = _Answer(read_prompt(prompt, file, texts.escape), system, raw, generation, StatsJson(stats_json))
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        renderer = stack.enter_context(_renderer(stats_json == "-", show_stats, is_chat))
+        renderer = stack.enter_context(_renderer(stats_json == "-", show_stats, is_chat, texts.color_mode))
         if note:
             renderer.notice(note)
         settings = resolve_models(settings, choice, renderer, interrupt)
         if verbose:
             _show_log()
         reason = _generate(settings, answer, renderer, interrupt)
-    if reason == "cancelled" and (single_turn or not is_chat):
+    if reason == "cancelled":
         raise typer.Exit(Cancelled.exit_code)
 
 
@@ -197,7 +213,7 @@ def _show_log() -> None:
     LOG.verbose = True
 
 
-def _renderer(json_on_stdout: bool, show_stats: bool, is_chat: bool) -> Renderer:
+def _renderer(json_on_stdout: bool, show_stats: bool, is_chat: bool, color: ColorMode) -> Renderer:
     """The live renderer on a terminal, plain text on a pipe, nothing on stdout under JSON.
 
     One answer on a terminal is followed by the summary, without being asked for.
@@ -206,7 +222,7 @@ def _renderer(json_on_stdout: bool, show_stats: bool, is_chat: bool) -> Renderer
 
     stdout = open(os.devnull, "w", encoding="utf-8") if json_on_stdout else sys.stdout  # noqa: PTH123, SIM115
     show_summary = show_stats or (stdout.isatty() and sys.stderr.isatty() and not is_chat)
-    return choose(stdout, sys.stderr, os.environ, show_summary=show_summary)
+    return choose(stdout, sys.stderr, os.environ, color=color, show_summary=show_summary)
 
 
 def _first(*values: int | None) -> int | None:

@@ -76,7 +76,7 @@ def select_devices(placement: PlacementOptions) -> list[Device]:
     for name in placement.devices:
         if name not in known:
             expected = (
-                f"one of {', '.join(known)}, or none" if known else "none: this llama.cpp has no device but the CPU"
+                f"one of {', '.join(known)}, or none" if known else "none (this llama.cpp has no device but the CPU)"
             )
             raise ConfigError(f"-dev/--device got {name!r}, expected {expected}; --list-devices shows what there is")
     return [known[name] for name in placement.devices]

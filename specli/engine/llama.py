@@ -28,7 +28,10 @@ _NO_SLOT, _ABORTED = 1, 2  # llama_decode's return codes
 
 
 class LlamaModel:
-    """Weights and vocabulary of one GGUF file; contexts (``LlamaEngine``) share them."""
+    """Weights and vocabulary of one GGUF file; contexts (``LlamaEngine``) share them.
+
+    ``is_locked`` False: ``-lm mlock`` was asked for, and the system did not allow it.
+    """
 
     def __init__(self, options: ModelOptions, on_progress: ProgressFunction, cancelled: CancelCheck) -> None:
         """Load the weights and LoRA adapters. Raises ``ModelLoadError``, ``ConfigError`` or ``Cancelled``."""
@@ -53,15 +56,16 @@ class LlamaModel:
             raise Cancelled(f"stopped while loading {options.label}")
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {options.path}: {LOG.last_error() or 'it gave no reason'}")
-        self._vocab = llama_cpp.llama_model_get_vocab(self._handle)
-        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.is_locked = options.load_mode not in ("mlock", "mmap+mlock") or not LOG.has("failed to mlock")
+        vocab = self._vocab
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
         self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(self._handle)
         self.n_swa: int = llama_cpp.llama_model_n_swa(self._handle)
-        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
-        self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)  # -1: none
-        self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(vocab)
+        self.bos: int = llama_cpp.llama_vocab_bos(vocab)  # -1: none
+        self.eos: int = llama_cpp.llama_vocab_eos(vocab)
         is_eog = llama_cpp.llama_vocab_is_eog
-        self.end_ids = frozenset(token for token in range(self.n_vocab) if is_eog(self._vocab, token))
+        self.end_ids = frozenset(token for token in range(self.n_vocab) if is_eog(vocab, token))
         try:
             self.adapters = [self._load_adapter(lora) for lora in options.loras]
         except ModelLoadError:
@@ -88,6 +92,11 @@ class LlamaModel:
         if self._handle is None:
             raise EngineError("the model was closed")
         return self._handle
+
+    @property
+    def _vocab(self) -> object:
+        """llama.cpp's vocabulary pointer. After ``close`` it raises, where llama.cpp would end the process."""
+        return llama_cpp.llama_model_get_vocab(self.handle)
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``.
@@ -158,7 +167,10 @@ class LlamaEngine(CacheLedger):
         self.busy_s = 0.0
         self.model = model
         self._cancelled = cancelled
-        self._batch = _Batch(n_ubatch)
+        try:
+            self._batch = _Batch(n_ubatch)
+        except MemoryError:
+            raise EngineError(f"no memory for passes of {n_ubatch} tokens; try a smaller -ub, -b or -c") from None
         self._rows: Rows | None = None
         self._rows_address = 0
         self._context: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections import deque
 
@@ -10,6 +11,7 @@ import llama_cpp
 
 _ERROR, _CONTINUED = 4, 5  # ggml_log_level
 _N_LINES = 2000
+_FUNCTION = re.compile(r"^\w+: +(?=\S)")
 
 
 class LlamaLog:
@@ -25,8 +27,12 @@ class LlamaLog:
         """The last error line, without the function name that llama.cpp puts before it."""
         for level, line in reversed(self.lines):
             if level == _ERROR and line.strip():
-                return line.strip()
+                return _FUNCTION.sub("", line.strip())
         return None
+
+    def has(self, words: str) -> bool:
+        """Whether a line since ``clear`` has these words."""
+        return any(words in line for _level, line in self.lines)
 
     def clear(self) -> None:
         """Forget the lines so far, so that an error quoted later belongs to what failed."""

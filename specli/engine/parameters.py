@@ -70,8 +70,8 @@ def _tensor_overrides(options: ModelOptions) -> list[tuple[bytes, int]]:
     known = buffer_types() if wanted else {}
     for pattern, name in wanted:
         if name not in known:
-            expected = f"a buffer type of {', '.join(known)}"
-            raise ConfigError(f"-ot/--override-tensor got {pattern}={name}, expected {expected} behind the =")
+            expected = f"one of {', '.join(known)} behind the ="
+            raise ConfigError(f"-ot/--override-tensor got {pattern}={name}, expected {expected}")
     return [(pattern.encode("utf-8"), known[name]) for pattern, name in wanted]
 
 

@@ -1,0 +1,267 @@
+"""A bench for people: one row per setting under its workload, the costs of passes, the verdict; as Markdown too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specli.bench.advice import label
+from specli.bench.compare import Change, Comparison
+from specli.bench.document import Report
+from specli.bench.report import Cell, Spread, Verdict
+from specli.bench.statistics import Estimate
+from specli.bench.workloads import TITLES
+from specli.render.base import is_terminal
+from specli.render.live import TerminalConsole, terminal_console
+
+NA = "–"
+PIPE_WIDTH = 120  # columns where no terminal sets them
+_STYLES: dict[Verdict, str] = {"pays": "green", "costs": "red", "even": ""}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A figure of a cell. ``width``: the terminal's columns from which on it is shown; 0: always."""
+
+    heading: str
+    text: Callable[[Cell], str]
+    width: int = 0
+    plain: Callable[[Sequence[Cell]], str] = lambda _cells: ""  # of a workload's cells: plain decoding's own figure
+
+
+def print_report(stdout: TextIO, env: Mapping[str, str], report: Report, *, details: bool = False) -> None:
+    """Tables, then the verdict in words. ``details``: every figure of every cell."""
+    with open_console(stdout, env) as console:
+        console.print(_table(report.cells, _MAIN, console.width))
+        if details:
+            for title, columns in (("time", _TIMES), ("acceptance", _ACCEPTANCE)):
+                console.print()
+                console.print(Text(title, "bold"))
+                console.print(_table(report.cells, columns, console.width))
+        console.print()
+        console.print(_costs(report, console.width))
+        for line in _footnotes(report):
+            console.print(Text(line, "dim"))
+        console.print()
+        for i, line in enumerate(report.conclusion.words):
+            console.print(Text(line, "bold" if i == 0 else ""), soft_wrap=line.startswith("use: "))
+
+
+def markdown(report: Report) -> str:
+    """The same as GitHub's Markdown, all figures in one table."""
+    columns = [column for column in (*_MAIN, *_TIMES, *_ACCEPTANCE) if column.heading != "setting"]
+    headings = ["workload", "setting", *dict.fromkeys(column.heading for column in columns)]
+    lines = [_md_row(headings), _md_row(["---"] * len(headings))]
+    for cell in report.cells:
+        figures = {column.heading: column.text(cell) for column in columns}
+        lines.append(
+            _md_row([TITLES.get(cell.workload, cell.workload), _setting(cell, report.cells), *figures.values()])
+        )
+    verdict = [f"- {line}" for line in report.conclusion.words]
+    notes = [f"{line}  " for line in (_cost_words(report), *_footnotes(report)) if line]
+    return "\n".join([*lines, "", *notes, "", *verdict]) + "\n"
+
+
+def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Comparison) -> None:
+    """One row per common cell; ratios are new / old in speed."""
+    with open_console(stdout, env) as console:
+        table = new_table("workload", "setting", "plain>", "decoding>", "speedup>", "")
+        for change, title in _titled(comparison.changes):
+            style = {"better": "green", "worse": "red"}.get(change.words, "")
+            table.add_row(title, label(change.setting), *map(_ratio, _estimates(change)), Text(change.words, style))
+        console.print(table)
+        for note in comparison.notes:
+            console.print(Text(f"note: {note}", "yellow"))
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The same as Markdown."""
+    lines = [_md_row(["workload", "setting", "plain", "decoding", "speedup", ""]), _md_row(["---"] * 6)]
+    for change in comparison.changes:
+        title = TITLES.get(change.workload, change.workload)
+        lines.append(_md_row([title, label(change.setting), *map(_ratio, _estimates(change)), change.words]))
+    return "\n".join([*lines, *(f"\n{note}" for note in comparison.notes)]) + "\n"
+
+
+def _titled(changes: Sequence[Change]) -> Iterator[tuple[Change, str]]:
+    last = None
+    for change in changes:
+        yield change, TITLES.get(change.workload, change.workload) if change.workload != last else ""
+        last = change.workload
+
+
+def _estimates(change: Change) -> tuple[Estimate, Estimate, Estimate]:
+    return change.plain, change.speculative, change.relative
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_console(stdout: TextIO, env: Mapping[str, str]) -> Iterator[Console]:
+    """A console; on a pipe without the blanks that rich fills cells up with."""
+    if is_terminal(stdout):
+        yield terminal_console(stdout, env, tint=not env.get("NO_COLOR"))
+        return
+    console = TerminalConsole(file=stdout, force_terminal=False, color_system=None, width=PIPE_WIDTH)
+    with console.capture() as captured:
+        yield console
+    stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+
+
+def new_table(*headings: str) -> Table:
+    """A table; a heading that ends in ``>`` is of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        is_number = heading.endswith(">")
+        justify = "right" if is_number else "left"
+        table.add_column(heading.removesuffix(">"), justify=justify, no_wrap=is_number)  # type: ignore[arg-type]
+    return table
+
+
+def _table(cells: Sequence[Cell], columns: Sequence[_Column], width: int) -> Table:
+    """Rows under the name of their workload, plain decoding first."""
+    shown = [column for column in columns if column.width <= width]
+    table = new_table("", *(f"{column.heading}>" for column in shown))
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.workload, []).append(cell)
+    for workload, own in groups.items():
+        table.add_row(Text(TITLES.get(workload, workload), "bold"))
+        table.add_row("  plain", *(column.plain(own) for column in shown))
+        surest = max(own, key=lambda cell: cell.speedup.low or cell.speedup.value)
+        for cell in own:
+            style = ("bold " if cell is surest and cell.verdict == "pays" else "") + _STYLES[cell.verdict]
+            first = Text(f"  {_setting(cell, cells)}", style.strip())
+            table.add_row(first, *(Text(column.text(cell), _style_of(column, style)) for column in shown))
+        table.add_section()
+    return table
+
+
+def _style_of(column: _Column, style: str) -> str:
+    return style.strip() if column.heading == "speedup" else ""
+
+
+def _setting(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The setting, with temperature and verifier where cells differ in them."""
+    setting = cell.setting
+    words = [label(setting)]
+    if len({other.setting.temperature for other in cells}) > 1:
+        words.append(f"T {setting.temperature:g}")
+    if len({other.setting.verify for other in cells if other.setting.temperature > 0}) > 1:
+        words.append(setting.verify)
+    return " ".join(words)
+
+
+def _costs(report: Report, width: int) -> Text:
+    return Text(_cost_words(report), overflow="fold")
+
+
+def _cost_words(report: Report) -> str:
+    """v(n) and c in one line."""
+    curve = ", ".join(f"{n} tokens {cost:.2f}" for n, cost in report.costs.curve.items() if n > 1)
+    parts = [f"a target pass over {curve} (one-token passes = 1)"] if curve else []
+    if report.costs.c is not None:
+        parts.append(f"a drafted token {report.costs.c:.2f}")
+    return f"costs: {'; '.join(parts)}" if parts else ""
+
+
+def _footnotes(report: Report) -> Iterator[str]:
+    if report.ending != "done":
+        why = {"time": "the time was up", "interrupted": "it was interrupted"}[report.ending]
+        yield f"{report.n_done} of {report.n_planned} runs were done when {why}; figures are of these"
+    for name, reason in report.skipped.items():
+        yield f"{name} is not in the figures: {reason}"
+    for cell in report.cells:
+        first = cell.identity.first if cell.identity is not None else None
+        if first is not None:
+            margin = f", where plain's logit led by {first.margin:.3f}" if first.margin is not None else ""
+            title = f"{TITLES.get(cell.workload, cell.workload)}, {_setting(cell, report.cells)}"
+            yield f"{title}: first other token in {first.prompt} at position {first.position + 1}{margin}"
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, decimals: int = 2) -> str:
+    return NA if value is None else f"{value:.{decimals}f}"
+
+
+def _percent(value: float | None) -> str:
+    return NA if value is None else f"{100 * value:.0f}%"
+
+
+def _ratio(estimate: Estimate) -> str:
+    ends = estimate.interval
+    return f"{estimate.value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+
+
+def _same(cell: Cell) -> str:
+    identity = cell.identity
+    if identity is None:
+        return NA
+    return "yes" if identity.n_same == identity.n_compared else f"{identity.n_same}/{identity.n_compared}"
+
+
+def _levels(values: Sequence[float] | None) -> str:
+    return NA if values is None else " ".join(f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in values)
+
+
+def _shares(cell: Cell) -> str:
+    return NA if cell.shares is None else " ".join(f"{100 * share:.0f}" for share in cell.shares.values())
+
+
+def _plain(cells: Sequence[Cell]) -> Spread:
+    """Plain decoding beside the cell that was compared with it most often."""
+    return max(cells, key=lambda cell: len(cell.pairs)).plain_tok_s
+
+
+def _quartiles(spread: Spread) -> str:
+    return f"{spread.low:.0f}-{spread.high:.0f}"
+
+
+def _memory(cell: Cell) -> str:
+    return NA if cell.peak_bytes is None else f"{cell.peak_bytes / 2**20:.0f}"
+
+
+_MAIN = (
+    _Column("tok/s", lambda cell: _number(cell.tok_s.median, 1), 0, lambda cells: _number(_plain(cells).median, 1)),
+    _Column("quartiles", lambda cell: _quartiles(cell.tok_s), 100, lambda cells: _quartiles(_plain(cells))),
+    _Column("speedup", lambda cell: _ratio(cell.speedup)),
+    _Column("predicted", lambda cell: _number(cell.predicted), 100),
+    _Column("accepted", lambda cell: _percent(cell.counts.acceptance_rate)),
+    _Column("τ", lambda cell: _number(cell.counts.block_efficiency)),
+    _Column("TPOT ms", lambda cell: _number(cell.tpot_ms, 1), 110),
+    _Column("TTFT s", lambda cell: _number(cell.ttft_s), 110),
+    _Column("same text", _same),
+    _Column("runs", lambda cell: str(len(cell.pairs)), 120),
+)
+_TIMES = (
+    _Column("TTFT s", lambda cell: _number(cell.ttft_s)),
+    _Column("TPOT ms", lambda cell: _number(cell.tpot_ms, 1)),
+    _Column("token gap p50 95 99 ms", lambda cell: _levels(cell.itl_token_ms)),
+    _Column("burst gap p50 95 99 ms", lambda cell: _levels(cell.itl_burst_ms)),
+    _Column("draft verify host %", _shares, 90),
+    _Column("v", lambda cell: _number(cell.v), 100),
+    _Column("c", lambda cell: _number(cell.c), 100),
+    _Column("peak MiB", _memory, 110),
+)
+_ACCEPTANCE = (
+    _Column("K", lambda cell: _number(cell.k, 1)),
+    _Column("accepted", lambda cell: _percent(cell.counts.acceptance_rate)),
+    _Column("length", lambda cell: _number(cell.counts.mean_accepted_length)),
+    _Column(
+        "by position %", lambda cell: " ".join(f"{100 * p:.0f}" for p in cell.counts.per_position_acceptance[:8]) or NA
+    ),
+)
+
+
+def _md_row(values: Sequence[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
