@@ -20,7 +20,6 @@ llama.cpp loads or evaluates, and leaves the model usable.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -212,18 +211,11 @@ def load(
 
     Raises ``ConfigError``, ``ModelLoadError``, ``VocabMismatch``.
     """
-    unnamed = ModelOptions(
-        Path(),
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-        n_gpu_layers=str(n_gpu_layers),
-        flash_attn=flash_attn,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-    )
+    unnamed = ModelOptions(Path(), n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=str(n_gpu_layers))
+    unnamed = replace(unnamed, flash_attn=flash_attn, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
     settings = Settings(
         unnamed,
-        dataclasses.replace(unnamed, n_ctx=None, n_gpu_layers=str(n_gpu_layers_draft)),
+        replace(unnamed, n_ctx=None, n_gpu_layers=str(n_gpu_layers_draft)),
         SamplingOptions(temperature, top_k, top_p, min_p, seed, ignore_eos),
         SpeculationOptions(spec_type, draft_max, draft_min, draft_p_min, verify, draft_fixed),
     )
@@ -248,8 +240,8 @@ def _with_files(
     except Cancelled as error:
         raise KeyboardInterrupt from error
     assert settings.draft is not None
-    side = dataclasses.replace(settings.draft, path=draft_path) if draft_path is not None else None
-    return dataclasses.replace(settings, target=dataclasses.replace(settings.target, path=path), draft=side)
+    side = replace(settings.draft, path=draft_path) if draft_path is not None else None
+    return replace(settings, target=replace(settings.target, path=path), draft=side)
 
 
 def _located(model: registry.Model) -> Path:

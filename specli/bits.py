@@ -34,6 +34,14 @@ class Shift:
 NONE = Shift(0.0, 0.0)
 
 
+def lengths_within(n_ctx: int, width: int) -> tuple[int, ...]:
+    """Where to look in a context of ``n_ctx`` tokens with passes of up to ``width``: its end too, if it is short."""
+    fitting = [length for length in LENGTHS if length + width <= n_ctx]
+    if len(fitting) < len(LENGTHS):
+        fitting.append(max(0, n_ctx - width))
+    return tuple(sorted(set(fitting)))
+
+
 def measure(
     engine: Engine,
     tokens: Sequence[int],

@@ -177,6 +177,7 @@ class Controller:
         self.costs = costs or CostModel()
         self.acceptance = Acceptance()
         self.record = Record()
+        self._rounds_before = 0  # of earlier answers
         self.rate = 1.0
         self._ngram_bias = (1.0, 1.0)  # accepted and expected n-gram tokens, forgetting
         self._brought, self._spent = 0.0, 0.0
@@ -237,7 +238,7 @@ class Controller:
 
     def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind) -> Kind | None:
         """What to try although it is not best: the stalest kind whose loss the saved-up budget covers."""
-        now = self.record.rounds
+        now = self._now
         self._probing = None
         for kind in sorted(values, key=lambda kind: self._stale_since[kind]):
             loss = (values[best][0] - values[kind][0]) / self.rate
@@ -293,7 +294,7 @@ class Controller:
     def observe_draft(self, kind: Kind, chances: Sequence[float], n_accepted: int) -> None:
         """A draft of ``kind``, with the drafter's own ``chances`` for its tokens, had ``n_accepted`` accepted."""
         paid = n_accepted > 0 or kind == "none"
-        self._stale_since[kind] = self.record.rounds + (0 if paid else STALE_ROUNDS)
+        self._stale_since[kind] = self._now + (0 if paid else STALE_ROUNDS)
         if kind == "draft":
             self.acceptance.observe(chances, n_accepted)
         elif kind == "ngram" and chances:
@@ -316,8 +317,18 @@ class Controller:
         elif record.off_since is None:
             record.off_since = record.rounds
 
+    def begin_answer(self) -> None:
+        """Decisions are told from here on; what was learned stays."""
+        self._rounds_before = self._now
+        self.record = Record()
+
+    @property
+    def _now(self) -> int:
+        """Rounds so far."""
+        return self._rounds_before + self.record.rounds
+
     def explain(self) -> str:
-        """One line: how much was speculated, and where it was off and why."""
+        """One line on this answer: how much was speculated, and where it was off and why."""
         record = self.record
         if not record.rounds:
             return ""

@@ -81,9 +81,9 @@ def settle(
     """
     if kept_at is not None and (kept := _restored(load_profile(kept_at))) is not None:
         return kept
-    n_ctx = options.n_ctx or bits.LENGTHS[-1]
+    n_ctx = options.n_ctx or bits.LENGTHS[-1] + bits.MAX_WIDTH
     width = min(bits.MAX_WIDTH, n_ctx)
-    lengths = tuple(length for length in bits.LENGTHS if length + width <= n_ctx) or (max(0, n_ctx - width),)
+    lengths = bits.lengths_within(n_ctx, width)
     tokens = bits.sample_tokens(tokenize, lengths[-1] + width)
     with ExitStack() as stack:
         tried: list[_Tried] = []
@@ -149,7 +149,7 @@ def _check(
     engine: Engine, tokens: Sequence[int], lengths: Sequence[int], progress: Callable[[float], None]
 ) -> tuple[int, bits.Shift]:
     """The widest exact width over all ``lengths``, and the largest shift that was seen."""
-    widest = min(engine.n_rows_max, engine.n_batch)
+    widest = min(engine.n_rows_max, engine.n_batch, engine.n_ctx)
     widths, moved = range(2, widest + 1), bits.NONE
     n_passes, n_done = max(1, len(lengths) * 2 * widest), 0
 

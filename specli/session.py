@@ -284,6 +284,8 @@ class Session:
         seed = self.seed_of(attempt)
         coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
         state = SequenceState(0, list(prompt), seed or 0, np.random.default_rng(coins))
+        if speculate and self.controller is not None:
+            self.controller.begin_answer()
         limit = None if options.n_predict < 0 else options.n_predict
         reuse = reuse and speculate
         if not reuse:

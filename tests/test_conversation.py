@@ -493,6 +493,14 @@ def test_after_an_interrupt_at_any_moment_the_next_turn_equals_fresh(tiny_model,
     assert n_asked > 20
 
 
+def test_the_controller_tells_of_one_answer(tiny_model, open_session):
+    session, _ = open_session(tiny_model(), tiny_model(noise=0.1))
+    prompt = session.text_ids(SAID)
+    for n in (20, 12):
+        answer = go_on(session, prompt, n)
+        assert sum(session.controller.report()["rounds"].values()) == answer.stats.rounds
+
+
 def test_a_new_generation_ends_the_one_before(tiny_model, open_session):
     session, _ = open_session(tiny_model(), tiny_model(noise=0.1))
     prompt = session.text_ids(SAID)

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 from support import generate, load_model, make_engine, settings
+from tiny_gguf import write_lora
 
-from specli.config import KvOverride, ModelOptions, PlacementOptions
+from specli.config import KvOverride, Lora, ModelOptions, PlacementOptions
 from specli.engine import sizing
 from specli.engine.base import Slice
 from specli.engine.log import LOG
@@ -113,6 +114,34 @@ def test_weights_that_are_rewritten_for_the_cpu_must_stay_and_their_file_need_no
     assert mapped.hot_bytes < mapped.n_bytes
     weights = mapped.hot_bytes + others[0].n_bytes
     assert abs(weights - q4_0_path.stat().st_size) < 0.1 * weights
+
+
+def test_adapters_are_paid_for(tiny_model, tmp_path, monkeypatch) -> None:
+    lora = write_lora(tmp_path / "lora.gguf", tiny_model(), rank=32)
+    asked = ModelOptions(tiny_model(), loras=(Lora(lora),))
+    with LlamaSizer() as sizer:
+        sizes = [sizer.measure(options, 1).total("weights") for options in (asked, ModelOptions(tiny_model()))]
+    monkeypatch.setattr(LOG, "lines", deque())
+    monkeypatch.setattr(LOG, "clear", lambda: None)
+    load_model(tiny_model(), loras=asked.loras).close()
+    [said] = [match for _level, line in LOG.lines if (match := re.search(r"LoRA buffer size = +([\d.]+) MiB", line))]
+    assert abs((sizes[0] - sizes[1]) / MIB - float(said[1])) < 0.01
+    assert sizes[0] - sizes[1] == 4 * 32 * (64 + 64 + 128 + 64)
+
+
+def test_a_plan_follows_the_flags_and_repeats_them(specli, tiny_model) -> None:
+    path = tiny_model("gemma2", context_length=4096)
+    flags = ("-c", "4096", "--override-kv", "gemma2.attention.sliding_window=int:64")
+    whole, small = (
+        json.loads(specli("plan", "-m", path, "-o", "json", *flags, *more).out) for more in (("--swa-full",), ())
+    )
+    kv = [
+        sum(part["bytes"] for part in plan["models"][0]["buffers"] if part["kind"] == "kv") for plan in (whole, small)
+    ]
+    assert kv[0] > 1.5 * kv[1]
+    assert "--swa-full" in whole["command"]
+    assert "--override-kv" in small["command"]
+    assert specli("plan", "-m", path, "-dev", "NOPE").code == 2
 
 
 def test_logits_rows_are_paid_for(tiny_model) -> None:
@@ -338,7 +367,7 @@ def test_show_config_tells_origins(specli, tiny_model) -> None:
     assert rows["-c/--ctx-size"] == ("100", "flag")
     assert rows["-r/--reverse-prompt"] == ('["stop"]', "flag")
     assert rows["-b/--batch-size"] == ("64", "environment (LLAMA_ARG_BATCH)")
-    assert rows["--spec-draft-n-max"] == ("5", "environment (LLAMA_ARG_DRAFT_MAX)")
+    assert rows["--spec-draft-n-max"] == ('"5"', "environment (LLAMA_ARG_DRAFT_MAX)")
     assert rows["-ub/--ubatch-size"] == ("512", "default")
     assert rows["-md/--model-draft"] == ("-", "default")
     assert rows["-hft/--hf-token"] == ("(hidden)", "environment (HF_TOKEN)")
@@ -351,7 +380,9 @@ def test_show_config_tells_what_a_pair_stands_for(specli) -> None:
     assert "SmolLM2" in value
     assert origin.endswith("models.toml (pair smollm2-135m)")
     assert rows["-md/--model-draft"] == ('"mine.gguf"', "flag")
-    assert rows["--spec-draft-n-max"][1] == origin
+    assert rows["--spec-draft-n-max"] == ("auto (up to 16)", "default")
+    assert rows["-dev/--device"] == ("all", "default")
+    assert rows["-lm/--load-mode"] == ("auto", "default")
 
 
 def test_show_config_checks_values(specli) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -372,15 +371,12 @@ def test_wrong_types_are_refused_by_the_header(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llama():
+    """The library, whose log ``LOG`` takes: another callback would take it away from every later test."""
     import llama_cpp
 
-    @llama_cpp.llama_log_callback
-    def ignore(level: int, text: bytes, data: object) -> None:
-        pass
+    import specli.engine.log  # noqa: F401
 
-    llama_cpp.llama_log_set(ignore, ctypes.c_void_p(0))
-    yield llama_cpp
-    llama_cpp.llama_log_set(llama_cpp.llama_log_callback(), ctypes.c_void_p(0))
+    return llama_cpp
 
 
 SCORES = {"tokenizer.ggml.scores": [0.5] * 272}

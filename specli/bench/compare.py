@@ -54,17 +54,23 @@ def compare(old: Mapping[str, object], new: Mapping[str, object]) -> Comparison:
                 f"--compare got files of different {role} models: {before[0]} ({before[1][:12]}) and "
                 f"{after[0]} ({after[1][:12]}); speed is compared for one model"
             )
-    old_prompts, new_prompts = _mapping(old, "prompts"), _mapping(new, "prompts")
-    same = {name for name, text in old_prompts.items() if new_prompts.get(name) == text}
-    theirs = {_key(cell): cell for cell in _cells(old)}
-    changes = []
-    for cell in _cells(new):
-        before_cell = theirs.get(_key(cell))
-        if before_cell is not None and (change := _change(before_cell, cell, same)) is not None:
-            changes.append(change)
+    try:
+        changes = list(_changes(old, new))
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--compare got a file that is damaged ({error!r}); measure again") from error
     if not changes:
         raise ConfigError("--compare got files without a common cell (workload, setting, prompt); nothing to compare")
     return Comparison(tuple(changes), tuple(_notes(old, new)))
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[Change]:
+    old_prompts, new_prompts = _mapping(old, "prompts"), _mapping(new, "prompts")
+    same = {name for name, text in old_prompts.items() if new_prompts.get(name) == text}
+    theirs = {_key(cell): cell for cell in _cells(old)}
+    for cell in _cells(new):
+        before = theirs.get(_key(cell))
+        if before is not None and (change := _change(before, cell, same)) is not None:
+            yield change
 
 
 def _change(old: Mapping[str, object], new: Mapping[str, object], prompts: set[str]) -> Change | None:

@@ -133,10 +133,9 @@ class Harness:
 
     def run(self) -> Outcome:
         """Measure until everything is done, the next group would end too late, or the user stops."""
-        groups = list(order(self.plan))
-        n_planned, n_done, started_s = sum(len(group.settings) for group in groups), 0, self.clock()
+        n_planned, n_done, started_s = n_runs(self.plan), 0, self.clock()
         ending: Ending = "done"
-        for i, group in enumerate(groups):
+        for group in order(self.plan):
             if self.stopped():
                 ending = "interrupted"
                 break
@@ -146,18 +145,18 @@ class Harness:
                     ending = "time"
                     break
                 try:
-                    self._run_group(group, n_done, n_planned, groups[i:])
+                    self._run_group(group, n_done, n_planned)
                 except Interrupted:
                     ending = "interrupted" if self.stopped() else "time"
                     break
             n_done += len(group.settings)
         return Outcome(self._trials, self._skipped, ending, n_done, n_planned, self.clock() - started_s)
 
-    def _run_group(self, group: Group, n_done: int, n_planned: int, waiting: Sequence[Group]) -> None:
+    def _run_group(self, group: Group, n_done: int, n_planned: int) -> None:
         runs: list[tuple[Setting, Run]] = []
         for position, setting in enumerate(group.settings):
-            step = Progress(group.prompt, setting, n_done + position, n_planned, self._left_s(waiting, position))
-            self.on_step(step)
+            n_gone = n_done + position
+            self.on_step(Progress(group.prompt, setting, n_gone, n_planned, self._left_s(n_planned - n_gone)))
             started_s = self.clock()
             try:
                 run = self.decode(group.prompt, setting, group.seed)
@@ -182,12 +181,13 @@ class Harness:
         known = (self._spent.get(setting, (n_all, all_s)) for setting in settings)
         return sum(spent_s / n for n, spent_s in known)
 
-    def _left_s(self, waiting: Sequence[Group], n_gone: int) -> float | None:
-        settings = [setting for group in waiting for setting in group.settings][n_gone:]
-        expected_s = self._expected_s(settings)
-        if self.deadline_s is None or expected_s is None:
-            return expected_s
-        return max(0.0, min(expected_s, self.deadline_s - self.clock()))
+    def _left_s(self, n_left: int) -> float | None:
+        """Seconds until ``n_left`` more runs are done or the time is up."""
+        n_all = sum(n for n, _ in self._spent.values())
+        if not n_all:
+            return None
+        expected_s = n_left * sum(spent_s for _, spent_s in self._spent.values()) / n_all
+        return expected_s if self.deadline_s is None else max(0.0, min(expected_s, self.deadline_s - self.clock()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +201,26 @@ class Group:
     seed: int
 
 
+def n_runs(plan: Plan) -> int:
+    """All runs of ``plan``, plain decoding's turns among them."""
+    per_prompt = sum(len(own) - (-len(own) // GROUP) for own in _by_plain(plan).values())
+    return plan.repetitions * len(plan.prompts) * per_prompt
+
+
+def _by_plain(plan: Plan) -> dict[Setting, list[Setting]]:
+    """Settings by the plain one that they are compared with."""
+    found: dict[Setting, list[Setting]] = {}
+    for setting in plan.settings:
+        found.setdefault(setting.plain, []).append(setting)
+    return found
+
+
 def order(plan: Plan) -> Iterator[Group]:
     """The groups of ``plan`` in the order in which they are run."""
-    rng = random.Random(plan.seed)
+    rng, by_plain = random.Random(plan.seed), _by_plain(plan)
     by_workload: dict[str, list[Prompt]] = {}
     for prompt in plan.prompts:
         by_workload.setdefault(prompt.workload, []).append(prompt)
-    by_plain: dict[Setting, list[Setting]] = {}
-    for setting in plan.settings:
-        by_plain.setdefault(setting.plain, []).append(setting)
     longest = max(map(len, by_workload.values()), default=0)
     for repetition in range(plan.repetitions):
         for number in range(longest):

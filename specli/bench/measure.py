@@ -17,7 +17,7 @@ from specli.bench.harness import Harness, Interrupted, Outcome, Plan, Progress, 
 from specli.bench.runner import Runner
 from specli.bench.workloads import Prompt
 from specli.config import BenchOptions, ModelOptions
-from specli.errors import ConfigError, ContextOverflow
+from specli.errors import Cancelled, ConfigError, ContextOverflow
 
 if TYPE_CHECKING:
     from specli.session import Session
@@ -73,7 +73,7 @@ def measure(
 ) -> Report:
     """Run everything and say what it means. ``flags``: those that name the models, for the command that is suggested.
 
-    Raises ``ConfigError`` when nothing could be measured.
+    Raises ``ConfigError`` when nothing could be measured, ``Cancelled`` when the user stopped before anything was.
     """
     circumstances = _circumstances(session, options)
     settings = settings_of(options, session.drafting is not None and session.drafting.draft is not None)
@@ -92,9 +92,10 @@ def measure(
                 usable.append(prompt)
             except ContextOverflow as error:
                 skipped[prompt.name] = str(error)
-                watch.notice(f"{prompt.name} is left out: {error}")
         if not usable:
             raise ContextOverflow(f"no prompt fits; {next(iter(skipped.values()))}")
+        for name, reason in skipped.items():
+            watch.notice(f"{name} is left out: {reason}")
         outcome = _run(runner, Plan(usable, settings, options.repetitions, options.seed), watch)
         differences = dict(_differences(runner, outcome, watch))
     _require_some(outcome, options)
@@ -129,10 +130,10 @@ def _require_some(outcome: Outcome, options: BenchOptions) -> None:
     if outcome.trials:
         return
     if outcome.ending == "interrupted":
-        raise ConfigError("stopped before the first comparison was done; there is nothing to show")
+        raise Cancelled("stopped before the first comparison was done; there is nothing to show")
     if outcome.ending == "time":
         raise ConfigError(
-            f"--time-budget of {options.time_budget_s:.0f} s was over before the first comparison was done; give it "
+            f"--time-budget of {options.time_budget_s:g} s was over before the first comparison was done; give it "
             "more, or fewer tokens (-n)"
         )
     name, reason = next(iter(outcome.skipped.items()), ("", "there was nothing to run"))

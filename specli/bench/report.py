@@ -184,7 +184,7 @@ def _rank(setting: Setting) -> tuple[float, str, int, float]:
 def _cell(
     workload: str, setting: Setting, trials: Sequence[Trial], known: Costs, differences: Sequence[Difference | None]
 ) -> Cell:
-    pairs = tuple(_pair(trial) for trial in trials)
+    pairs = tuple(pair_of(trial) for trial in trials)
     estimate = speedup(pairs)
     assert estimate is not None  # a cell has a trial
     runs, plain = [trial.run for trial in trials], [trial.plain for trial in trials]
@@ -246,7 +246,8 @@ def pooled(runs: Iterable[Run]) -> Stats:
     return counts
 
 
-def _pair(trial: Trial) -> Pair:
+def pair_of(trial: Trial) -> Pair:
+    """The times of ``trial`` as what intervals are made from."""
     before, after = trial.plain.stats.tpot_ms, trial.run.stats.tpot_ms
     assert before is not None  # the harness keeps no trial without times
     assert after is not None
@@ -306,18 +307,6 @@ def best(candidates: Sequence[Cell]) -> Cell | None:
     return max(drafting, key=lambda cell: (cell.speedup.low or cell.speedup.value, cell.speedup.value), default=None)
 
 
-def break_even(k: float, cost: float) -> float | None:
-    """The acceptance per token at which drafts of ``k`` tokens bring ``cost`` tokens a round; None if none can."""
-    n = max(1, round(k))
-    if cost >= n + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(middle**i for i in range(n + 1)) >= cost else (middle, high)
-    return high
-
-
 def reasons(cell: Cell) -> list[str]:
     """Why a cell does not pay: each cause that alone would make it pay if it were away, the weightiest first.
 
@@ -328,8 +317,8 @@ def reasons(cell: Cell) -> list[str]:
         return ["hardly anything was drafted"]
     draft = rounds.k * (cell.c or 0.0)
     cost = draft + rounds.v
-    needed = break_even(rounds.k, cost)
-    wanted = f", {100 * needed:.0f}% would break even" if needed is not None and needed > acceptance else ""
+    needed = (cost - 1.0) / rounds.k  # then a round brings what it costs
+    wanted = f", {100 * needed:.0f}% would break even" if acceptance < needed <= 1 else ""
     causes = [
         ((1.0 + rounds.k) / cost, f"acceptance is too low ({100 * acceptance:.0f}%{wanted})"),
         (

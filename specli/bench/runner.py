@@ -137,7 +137,8 @@ class Runner:
         drafter, controller = made.make()
         if controller is not None and not profile.is_file():
             made.keep(controller)
-        self._shared[key] = drafter
+        if self._share:
+            self._shared[key] = drafter
         return drafter
 
     def __enter__(self) -> Runner:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specli.cli.interrupt import Interrupt
-from specli.cli.line_input import Lines, PipedLines, TerminalLines, history_path, read_message, silent_typing
+from specli.cli.line_input import PROMPT, Lines, PipedLines, TerminalLines, history_path, read_message, silent_typing
 from specli.cli.stats_json import StatsJson
 from specli.config import GenerationOptions
 from specli.errors import ConfigError, ContextOverflow, SpecError
@@ -107,8 +107,10 @@ class _Chat:
     def run(self) -> FinishReason | None:
         if self._goes_on:
             self._greet()
-        if self._request.first is not None:
-            self._ask(self._request.first)
+        if (first := self._request.first) is not None:
+            if self._goes_on:
+                self._say(f"{PROMPT}{first}")
+            self._ask(first)
         while not self._is_over and (text := self._read()) is not None:
             command = _COMMAND.fullmatch(text.rstrip())
             if command is None:

@@ -144,7 +144,7 @@ StatsJson = Annotated[
         "--stats-json",
         metavar="FILE",
         rich_help_panel=PROMPT,
-        help="Write text and figures as JSON; - puts them on stdout in place of the text.",
+        help="Write text and figures as JSON, a line per answer; - puts them on stdout in place of the text.",
     ),
 ]
 Verbose = Annotated[

@@ -85,5 +85,11 @@ def _words(settings: Settings) -> dict[str, str]:
         "threads_batch": "as -t",
         "threads_draft": "as -t",
         "threads_batch_draft": "as -td",
-        "prompt": "-f or standard input",
+        "prompt": "-f or standard input, on a terminal a chat",
+        "device": "all",
+        "device_draft": "as -dev",
+        "kv_offload": "on" if settings.target.placement.kv_offload else "off",
+        "load_mode": settings.target.load_mode,
+        "chat_template": "the model's",
+        **dict.fromkeys(("rope_scaling", "rope_scale", "rope_freq_scale"), "the model's"),
     }

@@ -82,8 +82,7 @@ def measure_map(subject: Subject) -> BitMap:
         try:
             engine.rollback(0, 0)
             widths = [width for width in WIDTHS if width <= min(engine.n_rows_max, engine.n_batch)]
-            room = min(engine.n_ctx, len(subject.text)) - max(widths)
-            lengths = [length for length in bits.LENGTHS if length <= room] or [max(0, room)]
+            lengths = bits.lengths_within(min(engine.n_ctx, len(subject.text)), max(widths))
             found[cache_type] = {}
             for j, length in enumerate(lengths):
                 found[cache_type][length] = bits.measure(engine, subject.text, length, widths)
