@@ -16,6 +16,16 @@ from specli.engine.base import Engine, Rows, Slice
 
 LENGTHS = (16, 238, 520)  # tokens before the compared ones: the cache's first 256 cells from both ends, and beyond 512
 MAX_WIDTH = 17  # tokens: the longest draft that the controller chooses, and the target's own
+TEXT = """\
+The harbour of Aldness lies between two low hills, and in winter the fog stays there until noon. On the first of March
+1874 a ship came in that nobody expected. It carried 240 crates of oranges, three passengers, and a letter for the
+schoolmaster, who was known to receive none. "Open it here," said the captain, "for I was told to bring back an
+answer." The letter held a list of names, a drawing of a lighthouse with its door on the wrong side, and a sum: 17
+times 23 makes 391. He read it twice. Then he asked for ink, wrote a single word below the sum, and folded the paper
+as it had been folded before. def answer(x, y): return x * y # he would have written today. Nobody in the town ever
+learned what the word was, though the captain's daughter, who could read upside down, is said to have laughed all the
+way to the pier.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +125,9 @@ def largest(shifts: Mapping[int, Shift]) -> Shift:
 
 
 def sample_tokens(tokenize: Callable[[str], Sequence[int]], n: int) -> list[int]:
-    """``n`` tokens of ordinary text."""
-    from specli.bench.workloads import WORKLOADS
-
-    tokens: list[int] = []
-    texts = [text for prompts in WORKLOADS.values() for text in prompts]
-    while len(tokens) < n:
-        for text in texts:
-            tokens += tokenize(text)
-            if len(tokens) >= n:
-                break
-        if not tokens:
-            return [0] * n
-    return tokens[:n]
+    """``n`` tokens of ordinary text, again from its beginning where it is too short."""
+    tokens = list(tokenize(TEXT)) or [0]
+    return (tokens * (n // len(tokens) + 1))[:n]
 
 
 def _feed(engine: Engine, tokens: Sequence[int], length: int) -> None:

@@ -303,7 +303,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What ``specli bench`` measures. ``lengths``: tokens, None is the controller's; ``spec_types`` empty: what there is."""
+    """What ``specli bench`` measures.
+
+    ``lengths``: tokens, None is the controller's; ``spec_types`` empty: what there is.
+    """
 
     lengths: tuple[int | None, ...] = (1, 2, 4, 8, None)  # --draft-max
     spec_types: tuple[str, ...] = ()  # --spec-type

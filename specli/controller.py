@@ -140,7 +140,7 @@ class Acceptance:
         self.mean = FORGET * self.mean + (1 - FORGET) * self.at(confidence)
 
     def observe(self, confidences: Sequence[float], n_accepted: int) -> None:
-        """A draft was judged: what came before the first rejection was right, the rejected one wrong, the rest unknown."""
+        """A draft was judged: before the first rejection all was right, the rejected one wrong, the rest unknown."""
         for i, confidence in enumerate(confidences[: n_accepted + 1]):
             hit = float(i < n_accepted)
             news = 0.5 * (hit + self.at(confidence))  # the calibrated chance is less noisy than one coin

@@ -689,6 +689,7 @@ def check_loadable(header: GgufHeader, role: Role) -> tuple[GgufHeader, ...]:
         found, advice = reason
         expected = f"a complete text model as the {role}"
         raise fault(header.path, f"the file is {found}", expected, advice or f"give {option} another file")
+    _check_sizes(header)
     check_vocabulary(header)
     _check_loading_vocabulary(header)
     headers = _shards(header)
@@ -713,6 +714,42 @@ def _no_text_model(header: GgufHeader) -> tuple[str, str] | None:
     if header.is_vocab_only:
         return "a vocabulary only, without weights", "use it with `specli check-tokenizers`, or give a model's file"
     return None
+
+
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS of llama-hparams.h
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+
+
+def _check_sizes(header: GgufHeader) -> None:
+    """The numbers that ``llama_model_base::load_hparams`` asserts, which would end the process.
+
+    And a context that its own int32 can hold.
+    """
+
+    def number(name: str, default: int) -> int:
+        value = header.hparam(name)
+        largest = value.max(initial=0) if isinstance(value, np.ndarray) else value
+        return int(largest) if isinstance(largest, int | np.integer) else default
+
+    n_layer, n_expert, n_groups = number("block_count", 1), number("expert_count", 0), number("expert_group_count", 0)
+    n_used, n_groups_used = number("expert_used_count", 0), number("expert_group_used_count", 0)
+    scaling = header.hparam("rope.scaling.type")
+    rules = (
+        ("context_length", 0 < number("context_length", 1) < 1 << 31, "1 token or more that an int32 can count"),
+        ("block_count", 0 < n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS} layers"),
+        ("nextn_predict_layers", number("nextn_predict_layers", 0) <= n_layer, f"at most block_count ({n_layer})"),
+        ("expert_count", 0 <= n_expert <= _MAX_EXPERTS, f"0 to {_MAX_EXPERTS} experts"),
+        ("expert_used_count", (n_used > 0) == (n_expert > 0) and n_used <= n_expert, f"some of {n_expert} experts"),
+        ("expert_group_count", n_groups < max(1, n_expert), f"less than expert_count ({n_expert})"),
+        ("expert_group_count", n_groups < 2 or n_expert % n_groups == 0, f"a divisor of expert_count ({n_expert})"),
+        ("expert_group_used_count", n_groups < 2 or 0 < n_groups_used < n_groups, f"some of {n_groups} groups"),
+        ("rope.scaling.type", scaling is None or scaling in _ROPE_SCALINGS, f"one of {', '.join(_ROPE_SCALINGS)}"),
+    )
+    for name, is_right, expected in rules:
+        if not is_right:
+            found = header.hparam(name)
+            what = shown(found) if isinstance(found, str) else "missing" if found is None else found
+            raise fault(header.path, f"{header.architecture}.{name} is {what}", expected, "convert the model again")
 
 
 def check_vocabulary(header: GgufHeader) -> StringArray:

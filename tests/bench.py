@@ -1,80 +1,48 @@
-"""``make bench``: the project's own figures, as ratios with their spread. Nothing else should be running.
+"""``make bench``: the project's own figures, written to docs/performance.md. Nothing else should be running.
 
-Every comparison takes turns in one process (A B A B) and quotes medians; single timings mean nothing. Nothing here is
-asserted: figures belong in the README with the hardware beside them, not in tests.
+Workloads are measured by ``specli bench`` itself; the rest are ratios that a user has no use for: host time, lookups,
+start-up, memory, and llama.cpp's own speculative example beside ours. Every comparison takes turns in one process and
+quotes medians. Nothing here is asserted: figures belong beside their hardware, not into tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from specli import registry
-from specli.chat import Message
+from specli.bench import machine
+from specli.bench.document import Report, save
+from specli.bench.harness import Progress, Setting
+from specli.bench.measure import Watch, measure
+from specli.bench.plot import draw
+from specli.bench.runner import Runner
+from specli.bench.workloads import built_in
 from specli.cli.models import prepare_source
-from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
+from specli.config import BenchOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.drafters.base import EMPTY, SequenceState
 from specli.drafters.ngram import NgramDrafter
+from specli.render.bench import digest, markdown
 from specli.sampling import Sampler
 from specli.session import Session
-from specli.stats import Stats
 from specli.verify import make_verifier
 from tests.inflate import inflate
 
 LARGE_VOCABULARY = 151_936
-ORDER = """Order NW-20417-B, placed by Ada Lindqvist (ada.lindqvist@northwind.example): 24 thermocouple probes, type K,
-300 mm, at 18.40 EUR each, shipped to 14 Harbour Street, 4021 Stavanger, Norway, before 12 March."""
-CODE = """def total_price(items, tax_rate):
-    subtotal = 0
-    for item in items:
-        subtotal = subtotal + item.price * item.quantity
-    tax = subtotal * tax_rate
-    return subtotal + tax
-"""
-MINUTES = """Present: Maria Keller (chair), Tom Okafor, Ines Duarte. The budget of 48,000 EUR was approved. Tom Okafor will
-send the revised plan to the printer by 3 June. Ines Duarte books the hall in Lyon for 120 people. Next meeting: 10 June,
-9:30, room 204."""
-WORKLOADS = {
-    "chat": (
-        "What are the main differences between cats and dogs as pets?",
-        "Give me some advice on how to sleep better.",
-        "Explain photosynthesis to a ten-year-old.",
-    ),
-    "code rewriting": (
-        f"Rename the variable subtotal to amount in this code and print the whole code again.\n\n{CODE}",
-        f"Add a docstring to this function and print the whole function.\n\n{CODE}",
-        f"Rewrite this function with type hints and print it.\n\n{CODE}",
-    ),
-    "extraction": (
-        f"Extract the fields of this order as a JSON object.\n\n{ORDER}",
-        f"Copy this text, then list the names in it.\n\n{MINUTES}",
-        f"Extract people, dates and places from these minutes as JSON.\n\n{MINUTES}",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Figures of one run."""
-
-    tok_s: float
-    accepted: int
-    proposed: int
-    emitted: int
-    rounds: int
+DOCS = Path(__file__).parent.parent / "docs"
+K = 3  # of the ratios
+LARGE_WORKLOADS = ("chat", "rewrite", "extract")  # a 1.5B-class target has no time for all of them
 
 
 def microseconds(work: Callable[[], object], n: int = 300) -> float:
@@ -107,12 +75,15 @@ def ngram_costs() -> Iterator[str]:
         state = SequenceState(0, tokens)
         drafter = NgramDrafter(min_hit_rate=0.0)
         drafter.commit(state, tokens)
-        yield f"| n-gram proposal at {length:,} tokens | {microseconds(lambda d=drafter, s=state: d.propose([s], [16])):.0f} µs |"
+        cost = microseconds(lambda d=drafter, s=state: d.propose([s], [16]))
+        yield f"| n-gram proposal at {length:,} tokens | {cost:.0f} µs |"
 
 
 def help_cost() -> str:
     """``specli --help`` against a bare Typer program."""
-    bare = "import typer\napp = typer.Typer()\n@app.callback()\ndef root(): pass\n@app.command()\ndef run(): pass\napp()"
+    bare = (
+        "import typer\napp = typer.Typer()\n@app.callback()\ndef root(): pass\n@app.command()\ndef run(): pass\napp()"
+    )
     commands = {"bare": ["-c", bare, "--help"], "specli": ["-m", "specli", "--help"]}
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(9):
@@ -124,80 +95,55 @@ def help_cost() -> str:
     return f"| `specli --help` beyond a bare Typer program | {1000 * extra_s:.0f} ms |"
 
 
-def settings(target: Path, draft: Path, temperature: float, kind: str, n_max: int, verify: str | None = None) -> Settings:
-    return Settings(
-        ModelOptions(path=target, n_ctx=2048),
-        ModelOptions(path=draft),
-        SamplingOptions(temperature=temperature),
-        SpeculationOptions(type=kind, n_max=n_max, verify=verify),
-    )
-
-
-def run(session: Session, prompt: list[int], n_predict: int, speculate: bool) -> tuple[Sample, Stats]:
-    stats = Stats()
-    for event in session.generate(prompt, GenerationOptions(n_predict), speculate=speculate):
-        stats.observe(event)
-    sample = Sample(stats.decode_tok_s or 0.0, stats.accepted, stats.proposed, stats.n_tokens - 1, stats.rounds)
-    return sample, stats
-
-
-def workload_rows(name: str, target: Path, draft: Path, n_predict: int, n_pairs: int) -> Iterator[str]:
-    """Plain against n-gram and draft, K = 3, interleaved pair by pair."""
-    for temperature in (0.0, 0.8):
-        for kind in ("ngram", "draft"):
-            with Session(settings(target, draft, temperature, kind, 3)) as session:
-                for workload, prompts in WORKLOADS.items():
-                    ratios, plain, samples = [], [], []
-                    for text in prompts:
-                        prompt = session.chat_ids([Message("user", text)])
-                        run(session, prompt, 16, True)
-                        for _ in range(n_pairs):
-                            before = run(session, prompt, n_predict, False)[0]
-                            after = run(session, prompt, n_predict, True)[0]
-                            if before.tok_s and after.tok_s:
-                                plain.append(before.tok_s)
-                                samples.append(after)
-                                ratios.append(after.tok_s / before.tok_s)
-                    yield workload_row(name, workload, temperature, kind, plain, samples, ratios)
-
-
-def workload_row(
-    target: str,
-    workload: str,
-    temperature: float,
-    kind: str,
-    plain: list[float],
-    samples: list[Sample],
-    ratios: list[float],
-) -> str:
-    proposed = sum(sample.proposed for sample in samples)
-    acceptance = f"{sum(s.accepted for s in samples) / proposed:.0%}" if proposed else "n/a"
-    tau = sum(s.emitted for s in samples) / sum(s.rounds for s in samples)
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    return (
-        f"| {target} | {workload} | {temperature:g} | {kind} | {statistics.median(plain):.0f} | "
-        f"{statistics.median(s.tok_s for s in samples):.0f} | {acceptance} | {tau:.2f} | "
-        f"{middle:.2f} ({low:.2f}–{high:.2f}) |"
+def load(target: Path, draft: Path, n_max: int) -> Session:
+    """Target and draft, to make any drafter from."""
+    return Session(
+        Settings(
+            ModelOptions(path=target, n_ctx=2048),
+            ModelOptions(path=draft),
+            SamplingOptions(),
+            SpeculationOptions(n_max=n_max, fixed=True),
+        )
     )
 
 
 def host_shares(target: Path, draft: Path) -> Iterator[str]:
     """Host time ÷ time of rounds, with a 1.5B-class target."""
-    for label, temperature, verify in (("greedy", 0.0, None), ("block", 0.8, "block"), ("coupled", 0.8, "coupled")):
-        with Session(settings(target, draft, temperature, "draft", 3, verify)) as session:
-            prompt = session.chat_ids([Message("user", WORKLOADS["chat"][0])])
-            shares = [run(session, prompt, 64, True)[1].host_share for _ in range(5)]
+    prompt = built_in(("chat",))[0]
+    with load(target, draft, K) as session, Runner(session, 64) as runner:
+        for label, temperature, verify in (
+            ("greedy", 0.0, "greedy"),
+            ("block", 0.8, "block"),
+            ("coupled", 0.8, "coupled"),
+        ):
+            setting = Setting("draft", K, temperature, verify)
+            runner.warm_up(prompt, [setting])
+            shares = [runner.decode(prompt, setting, seed).stats.host_share for seed in range(5)]
             middle = statistics.median(share for share in shares if share is not None)
-            yield f"| host share of a round, 1.5B-class target, draft K = 3, {label} | {middle:.2%} |"
+            yield f"| host share of a round, 1.5B-class target, draft K = {K}, {label} | {middle:.2%} |"
 
 
 def peak_memory(target: Path) -> str:
     """Peak memory of ``specli run`` against a bare loop over the same library."""
     bare = _BARE_LOOP.format(path=str(target))
-    command = ["-m", "specli", "run", "-m", str(target), "-c", "2048", "--spec-type", "none", "--raw", "-p", "Once upon a time"]
+    command = [
+        "-m",
+        "specli",
+        "run",
+        "-m",
+        str(target),
+        "-c",
+        "2048",
+        "--spec-type",
+        "none",
+        "--raw",
+        "-p",
+        "Once upon a time",
+    ]
     peaks = []
     for arguments in ([*command, "-n", "64", "--temp", "0"], ["-c", bare]):
-        code = f"import resource, subprocess, sys; subprocess.run([sys.executable, *{arguments!r}], check=True); "
+        code = "import resource, subprocess, sys; quiet = {'check': True, 'stdout': subprocess.DEVNULL}; "
+        code += f"subprocess.run([sys.executable, *{arguments!r}], **quiet); "
         code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
         output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
         peaks.append(int(output.split()[-1]))
@@ -206,7 +152,8 @@ def peak_memory(target: Path) -> str:
 
 _BARE_LOOP = """
 import ctypes, llama_cpp as L, numpy as np
-L.llama_log_set(L.llama_log_callback(lambda *a: None), ctypes.c_void_p(0))
+quiet = L.llama_log_callback(lambda *a: None)
+L.llama_log_set(quiet, ctypes.c_void_p(0))
 m = L.llama_model_load_from_file({path!r}.encode(), L.llama_model_default_params())
 p = L.llama_context_default_params(); p.n_ctx, p.n_batch, p.n_ubatch, p.n_outputs_max = 2048, 512, 512, 1
 c = L.llama_init_from_model(m, p)
@@ -218,58 +165,110 @@ for _ in range(68):
 """
 
 
-def against_llama_cpp(binary: Path, target: Path, draft: Path, k: int, n_pairs: int) -> str:
+def against_llama_cpp(binary: Path, target: Path, draft: Path, n_pairs: int) -> str:
     """Decode rate at the same pair, prompt and fixed K, greedy, against llama.cpp's ``llama-speculative-simple``."""
-    text = f"<|im_start|>user\n{WORKLOADS['code rewriting'][1]}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = built_in(("rewrite",))[2]
+    text = f"<|im_start|>user\n{prompt.text}<|im_end|>\n<|im_start|>assistant\n"
     common = ["-m", str(target), "-md", str(draft), "-c", "2048", "-n", "128", "--temp", "0", "-p", text]
-    theirs = [str(binary), *common, "--spec-type", "draft-simple", "--spec-draft-n-max", str(k), "-fa", "on"]
-    with Session(settings(target, draft, 0.0, "draft", k)) as session:
-        prompt = session.text_ids(text)
+    theirs = [str(binary), *common, "--spec-type", "draft-simple", "--spec-draft-n-max", str(K), "-fa", "on"]
+    raw, setting = replace(prompt, text=text), Setting("draft", K, 0.0, "greedy")
+    with load(target, draft, K) as session, Runner(session, 128, raw=True) as runner:
         ratios = []
         for _ in range(n_pairs):
             output = subprocess.run(theirs, capture_output=True, text=True, check=True)
             rate = re.search(r"decoded.*speed:\s*([\d.]+)", output.stdout + output.stderr)
-            mine = run(session, prompt, 128, True)[0].tok_s
-            if rate:
+            mine = runner.decode(raw, setting, 0).stats.decode_tok_s
+            if rate and mine:
                 ratios.append(mine / float(rate[1]))
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    return f"| tok/s ÷ llama-speculative-simple's, K = {k}, {target.name} | {middle:.2f} ({low:.2f}–{high:.2f}) |"
+    return f"| tok/s ÷ llama-speculative-simple's, K = {K}, {target.name} | {middle:.2f} ({low:.2f}–{high:.2f}) |"
 
 
-def hardware() -> str:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = re.search(r"model name\s*: (.+)", info)
-    return f"{name[1] if name else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+def workload_report(target: Path, draft: Path, options: BenchOptions, names: Sequence[str]) -> Report:
+    """What ``specli bench`` would report."""
+    deadline_s = None if options.time_budget_s is None else time.monotonic() + options.time_budget_s
+    with load(target, draft, options.k_max) as session:
+        watch = Watch(progress=show, deadline_s=deadline_s)
+        return measure(session, built_in(names), options, watch, ["-m", target.name, "-md", draft.name])
+
+
+def show(step: Progress) -> None:
+    if sys.stderr.isatty():
+        left = "" if step.left_s is None else f", {step.left_s:.0f} s left"
+        print(f"\r{step.fraction:4.0%} {step.prompt.name}{left}      ", end="", file=sys.stderr, flush=True)
+
+
+def heading() -> str:
+    """Hardware, library, commit and date."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=DOCS.parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    found = machine.hardware()
+    load_now = machine.load_average()
+    return (
+        f"{found['cpu']}, {found['logical_cores']} logical cores, {int(str(found['ram'] or 0)) / 2**30:.0f} GiB, "
+        f"{found['system']}; Python {platform.python_version()}; commit {commit or 'unknown'}; "
+        f"{time.strftime('%Y-%m-%d')}; load before {load_now if load_now is None else round(load_now, 2)}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=3, help="pairs of runs per prompt")
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
     parser.add_argument("-n", type=int, default=128, help="tokens per run")
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds for the workloads of each target")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("costs", "workloads", "llama"), help="one part")
+    parser.add_argument("--only", choices=("ratios", "workloads"), help="one part, printed and not written")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
     draft = registry.find_file(pair.draft)
-    print(f"{hardware()}; Python {platform.python_version()}; peak of this process at the end\n")
+    parts = ["# Performance\n", f"Written by `make bench`. {heading()}\n"]
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "inflated-1.5b.gguf"
         inflate(target, large)
-        if options.only in (None, "costs"):
-            print("| figure | value |\n|---|---|")
-            lines = [*row_costs(), *ngram_costs(), help_cost(), peak_memory(target), *host_shares(large, draft)]
-            print("\n".join(lines), flush=True)
-        if options.only in (None, "llama") and options.speculative_simple:
-            for path in (target, large):
-                print(against_llama_cpp(options.speculative_simple, path, draft, 3, 3 * options.pairs), flush=True)
-        if options.only in (None, "workloads"):
-            print("\n| target | workload | temp | drafter | plain tok/s | tok/s | acceptance | τ | speedup |")
-            print("|---|---|---|---|---|---|---|---|---|")
-            for name, path in (("default", target), ("1.5B-class", large)):
-                for line in workload_rows(name, path, draft, options.n, options.pairs):
-                    print(line, flush=True)
-    print(f"\npeak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+        if options.only != "workloads":
+            parts.append(
+                "## Ratios\n\n| figure | value |\n|---|---|\n" + "\n".join(ratios(options, target, large, draft)) + "\n"
+            )
+        if options.only != "ratios":
+            parts += workload_parts(options, target, large, draft)
+    text = "\n".join(parts)
+    print(text)
+    if options.only is None:
+        DOCS.mkdir(exist_ok=True)
+        (DOCS / "performance.md").write_text(text, "utf-8")
+        print(f"written to {DOCS / 'performance.md'}", file=sys.stderr)
+
+
+def ratios(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
+    """The rows of issue 2's section on speed."""
+    yield from row_costs()
+    yield from ngram_costs()
+    yield help_cost()
+    yield peak_memory(target)
+    yield from host_shares(large, draft)
+    if options.speculative_simple:
+        for path in (target, large):
+            yield against_llama_cpp(options.speculative_simple, path, draft, options.pairs)
+
+
+def workload_parts(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
+    """The README's table, all cells behind it, and its picture."""
+    asked = BenchOptions(n_predict=options.n, time_budget_s=options.budget)
+    for title, path, names, bench in (
+        ("Default pair", target, (), asked),
+        ("1.5B-class target (inflated), same draft", large, LARGE_WORKLOADS, replace(asked, lengths=(2, 4, None))),
+    ):
+        report = workload_report(path, draft, bench, names)
+        yield f"## {title}\n\nGreedy; speedup over plain decoding with its 95% interval.\n\n{digest(report)}"
+        yield f"<details><summary>every cell</summary>\n\n{markdown(report)}\n</details>\n"
+        if options.only is None:
+            name = "bench-default" if path == target else "bench-1.5b"
+            DOCS.mkdir(exist_ok=True)
+            save(DOCS / f"{name}.json", report)
+            draw(report, DOCS / f"{name}.svg")
+            yield f"![speedup, acceptance and costs]({name}.svg)\n"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ class Machine:
 
     def prompts(self) -> list[Prompt]:
         """Different texts; only their ids matter here."""
-        return [Prompt("work", f"work {i}", f"{i % N_VOCAB} {i // N_VOCAB % N_VOCAB} {i // N_VOCAB**2}") for i in range(self.n_prompts)]
+        ids = ((i % N_VOCAB, i // N_VOCAB % N_VOCAB, i // N_VOCAB**2) for i in range(self.n_prompts))
+        return [Prompt("work", f"work {i}", " ".join(map(str, three))) for i, three in enumerate(ids)]
 
     def decode(self, prompt: Prompt, setting: Setting, seed: int) -> Run:
         """What a bench calls."""

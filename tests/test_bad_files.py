@@ -20,7 +20,7 @@ from tiny_gguf import gguf_bytes, string_key, tensor, write_lora
 
 import specli.engine.llama
 from specli import gguf_file
-from specli.config import Lora
+from specli.config import KvOverride, Lora
 from specli.engine.llama import LlamaEngine
 from specli.engine.log import LOG
 from specli.errors import EngineError, ModelLoadError
@@ -248,6 +248,66 @@ def test_formats(run, tmp_path, option, content, parts):
     ended = run(model=path) if option == "-m" else run(option, path)
     assert ended.code == 3
     check(ended.error, path, *parts)
+
+
+SIZES = {
+    "no layers": ({"llama.block_count": 0}, "llama.block_count is 0, expected 1 to 512 layers"),
+    "many layers": ({"llama.block_count": 513}, "llama.block_count is 513, expected 1 to 512"),
+    "no context": ({"llama.context_length": 0}, "llama.context_length is 0, expected 1 token or more"),
+    "long context": ({"llama.context_length": 2**31}, f"llama.context_length is {2**31}, expected 1 token or more"),
+    "next": ({"llama.nextn_predict_layers": 3}, "llama.nextn_predict_layers is 3, expected at most block_count (2)"),
+    "experts": ({"llama.expert_count": 1025, "llama.expert_used_count": 2}, "llama.expert_count is 1025"),
+    "none used": ({"llama.expert_count": 8}, "llama.expert_used_count is missing, expected some of 8 experts"),
+    "none there": ({"llama.expert_used_count": 2}, "llama.expert_used_count is 2, expected some of 0 experts"),
+    "more used": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 3},
+        "llama.expert_used_count is 3, expected some of 2 experts",
+    ),
+    "groups": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_group_count": 3},
+        "llama.expert_group_count is 3, expected a divisor of expert_count (8)",
+    ),
+    "groups used": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_group_count": 4},
+        "llama.expert_group_used_count is missing, expected some of 4 groups",
+    ),
+    "scaling": (
+        {"llama.rope.scaling.type": "magic"},
+        "llama.rope.scaling.type is 'magic', expected one of none, linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_numbers_that_would_end_the_process(tiny_model, forbid_loading, kind):
+    """``GGML_ASSERT`` in llama.cpp's ``load_hparams``; whether the file says so or ``--override-kv``."""
+    keys, expected = SIZES[kind]
+    path = tiny_model(**keys)
+    with pytest.raises(ModelLoadError) as caught:
+        Session(settings(path))
+    check(str(caught.value), path, expected, "convert the model again")
+    overrides = tuple(KvOverride(key, value) for key, value in keys.items())
+    with pytest.raises(ModelLoadError) as caught:
+        Session(settings(tiny_model(), model={"kv_overrides": overrides}))
+    check(str(caught.value), tiny_model(), expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("general.architecture=str:foo", "unknown model architecture: 'foo'"),
+        ("llama.block_count=int:9", "tensor 'blk.2.attn_norm.weight' not found"),
+        ("tokenizer.ggml.pre=str:nope", "unknown pre-tokenizer type: 'nope'"),
+        ("llama.rope.dimension_count=int:7", "invalid n_rot: 7, expected 32"),
+        ("llama.context_length=int:-1", "llama.context_length is -1, expected 1 token or more"),
+    ],
+)
+def test_metadata_that_does_not_fit_gets_the_reason(run, override, reason):
+    """llama.cpp's last word is "failed to load model"; the reason stands before it."""
+    for fit in ("on", "off"):
+        ended = run("--override-kv", override, "-fit", fit)
+        assert ended.code == 3
+        assert reason in ended.error
 
 
 @pytest.mark.parametrize("folder", ["モデル", "a\nb"])

@@ -130,11 +130,13 @@ def test_progress_tells_what_is_left():
     machine, steps = Machine(**EXACT), list[Progress]()
     outcome = machine.bench(draft_of(2), draft_of(4), on_step=steps.append)
     assert len(steps) == outcome.n_planned == 8 * 3
-    assert steps[0].left_s is None
+    assert (steps[0].left_s, steps[0].fraction) == (None, 0.0)
     assert [step.n_done for step in steps] == list(range(24))
     whole_s = machine.now_s
     assert steps[12].left_s == pytest.approx(whole_s / 2, rel=0.2)
     assert steps[-1].left_s < whole_s / 12
+    assert steps[-1].fraction > 0.9
+    assert all(step.fraction <= 1 for step in steps)
 
 
 # -- figures, every definition of DESIGN, section 2, on a clock that moves by known steps

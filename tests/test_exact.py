@@ -100,6 +100,7 @@ def test_the_time_of_passes_is_compared_in_turn():
 
 def test_sample_tokens_are_as_many_as_asked_for():
     assert len(bits.sample_tokens(tokenize, 5000)) == 5000
+    assert len(bits.sample_tokens(tokenize, 7)) == 7
     assert bits.sample_tokens(lambda _text: [], 3) == [0, 0, 0]
 
 

@@ -22,6 +22,7 @@ HOMES = {
     "click": ("cli",),
     "rich": ("cli", "render"),
     "jinja2": ("chat",),
+    "matplotlib": ("bench.plot",),
 }
 # What of specli each of these may import; the leaves nothing, or errors only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -48,6 +49,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.base": {"errors"},
     "engine.table": {"errors", "engine.base"},
     "gguf_file": {"errors"},
+    "bits": {"engine.base"},
+    "exact": {"bits", "config", "engine.base", "errors", "profile"},
+    "bench.statistics": set(),
+    "bench.workloads": {"errors"},
+    "bench.harness": {"bench.workloads", "errors", "events", "stats"},
+    "bench.report": {"bench.harness", "bench.statistics", "stats"},
+    "bench.advice": {"bench.harness", "bench.report", "bench.workloads", "config"},
+    "bench.compare": {"bench.advice", "bench.harness", "bench.statistics", "errors"},
+    "selftest": {
+        "bits",
+        "decode",
+        "drafters.base",
+        "drafters.model",
+        "drafters.ngram",
+        "engine.base",
+        "errors",
+        "events",
+        "sampling",
+        "selftest.continuations",
+        "selftest.identity",
+        "selftest.laws",
+        "selftest.rollback",
+        "selftest.subject",
+        "verify",
+    },
 }
 
 

@@ -72,18 +72,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a bench stands: runs done and planned, and the seconds that are left (None before the first group)."""
+    """Where a bench stands: runs done, seconds gone, and seconds left (None before the first run is done)."""
 
     prompt: Prompt
     setting: Setting
     n_done: int
-    n_planned: int
+    gone_s: float
     left_s: float | None
 
     @property
     def fraction(self) -> float:
-        """The part that is done, in [0, 1]."""
-        return self.n_done / self.n_planned
+        """The part of the time that is gone, in [0, 1]."""
+        return 0.0 if self.left_s is None else self.gone_s / max(self.gone_s + self.left_s, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,11 @@ class Harness:
     _spent: dict[Setting, tuple[int, float]] = field(default_factory=dict)  # runs and their seconds
     _trials: list[Trial] = field(default_factory=list)
     _skipped: dict[str, str] = field(default_factory=dict)
+    _started_s: float = 0.0
 
     def run(self) -> Outcome:
         """Measure until everything is done, the next group would end too late, or the user stops."""
-        n_planned, n_done, started_s = n_runs(self.plan), 0, self.clock()
+        n_planned, n_done, self._started_s = n_runs(self.plan), 0, self.clock()
         ending: Ending = "done"
         for group in order(self.plan):
             if self.stopped():
@@ -150,13 +151,14 @@ class Harness:
                     ending = "interrupted" if self.stopped() else "time"
                     break
             n_done += len(group.settings)
-        return Outcome(self._trials, self._skipped, ending, n_done, n_planned, self.clock() - started_s)
+        return Outcome(self._trials, self._skipped, ending, n_done, n_planned, self.clock() - self._started_s)
 
     def _run_group(self, group: Group, n_done: int, n_planned: int) -> None:
         runs: list[tuple[Setting, Run]] = []
         for position, setting in enumerate(group.settings):
             n_gone = n_done + position
-            self.on_step(Progress(group.prompt, setting, n_gone, n_planned, self._left_s(n_planned - n_gone)))
+            gone_s, left_s = self.clock() - self._started_s, self._left_s(n_planned - n_gone)
+            self.on_step(Progress(group.prompt, setting, n_gone, gone_s, left_s))
             started_s = self.clock()
             try:
                 run = self.decode(group.prompt, setting, group.seed)

@@ -19,6 +19,7 @@ from specli.cli.models_command import app as models_app
 from specli.cli.plan import plan as plan_command
 from specli.cli.run import run as run_command
 from specli.cli.selftest import selftest as selftest_command
+from specli.cli.tune import tune as tune_command
 from specli.errors import SpecError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that the signal ended
@@ -57,6 +58,7 @@ app.command("run")(run_command)
 app.command("bench")(bench_command)
 app.command("selftest")(selftest_command)
 app.command("plan")(plan_command)
+app.command("tune")(tune_command)
 app.command("demo")(demo_command)
 app.add_typer(models_app, name="models")
 app.command("check-tokenizers")(check_tokenizers_command)

@@ -59,8 +59,8 @@ class ModelChoice:
             if typed:
                 values.update({name: None for name in {*names} - kept if origins[name] == "ENVIRONMENT"})
         for name in ("model", "draft_model"):
-            if values[name] is not None:
-                values[name] = Path(values[name])  # older Typers keep a str in the context
+            if (value := values[name]) is not None:
+                values[name] = Path(value)  # older Typers keep a str in the context
         return cls(**values)
 
     def __post_init__(self) -> None:

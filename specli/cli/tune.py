@@ -60,9 +60,7 @@ def tune(
         raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
     generation = GenerationOptions(n_predict)
     choice = ModelChoice.of(context)
-    target = ModelOptions(
-        choice.model or Path(), n_threads=threads, n_gpu_layers=gpu_layers, flash_attn=flash_attn
-    )
+    target = ModelOptions(choice.model or Path(), n_threads=threads, n_gpu_layers=gpu_layers, flash_attn=flash_attn)
     draft = ModelOptions(
         choice.draft_model or Path(),
         n_threads=threads,
@@ -115,7 +113,7 @@ def _print(controller: Controller, output: str) -> None:
     if output == "json":
         typer.echo(json.dumps({"break_even": rows, **controller.report()}, allow_nan=False))
         return
-    typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens here: {controller.acceptance.mean:.2f}")
+    typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens: {controller.acceptance.mean:.2f}")
     typer.echo("  K  v(K+1)   cost  pays from acceptance")
     for row in rows:
         needed = row["break_even"]

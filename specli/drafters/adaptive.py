@@ -1,4 +1,4 @@
-"""A draft model and the text itself under one controller: each round the one that pays, as far as it pays, or nobody."""
+"""A draft model and the text itself under one controller: each round the one that pays, as far as it pays, or none."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import llama_cpp
 
 _ERROR, _CONTINUED = 4, 5  # ggml_log_level
 _N_LINES = 2000
+_NO_REASONS = ("failed to load model", "failed to create context with model")  # said behind the reason
 _FUNCTION = re.compile(r"^\w+: +(?=\S)")
 
 
@@ -24,11 +25,10 @@ class LlamaLog:
         llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def last_error(self) -> str | None:
-        """The last error line, without the function name that llama.cpp puts before it."""
-        for level, line in reversed(self.lines):
-            if level == _ERROR and line.strip():
-                return _FUNCTION.sub("", line.strip())
-        return None
+        """The last error line that gives a reason, without the function name that llama.cpp puts before it."""
+        errors = [_FUNCTION.sub("", line.strip()) for level, line in self.lines if level == _ERROR and line.strip()]
+        reasons = [line for line in errors if line not in _NO_REASONS]
+        return next(reversed(reasons or errors), None)
 
     def has(self, words: str) -> bool:
         """Whether a line since ``clear`` has these words."""

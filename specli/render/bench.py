@@ -15,7 +15,7 @@ from rich.text import Text
 from specli.bench.advice import label
 from specli.bench.compare import Change, Comparison
 from specli.bench.document import Report
-from specli.bench.report import Cell, Spread, Verdict
+from specli.bench.report import Cell, Spread, Verdict, best
 from specli.bench.statistics import Estimate
 from specli.bench.workloads import TITLES
 from specli.render.base import is_terminal
@@ -67,6 +67,27 @@ def markdown(report: Report) -> str:
     verdict = [f"- {line}" for line in report.conclusion.words]
     notes = [f"{line}  " for line in (_cost_words(report), *_footnotes(report)) if line]
     return "\n".join([*lines, "", *notes, "", *verdict]) + "\n"
+
+
+def digest(report: Report) -> str:
+    """One Markdown row per workload: plain decoding, and the best setting of each drafter."""
+    drafters = [name for name in ("draft", "ngram", "auto") if any(c.setting.drafter == name for c in report.cells)]
+    titles = {"draft": "draft model, best K", "ngram": "n-gram, best K", "auto": "auto (the default)"}
+    headings = ["workload", "plain tok/s", *(titles[name] for name in drafters)]
+    lines = [_md_row(headings), _md_row(["---"] * len(headings))]
+    for workload in dict.fromkeys(cell.workload for cell in report.cells):
+        own = [cell for cell in report.cells if cell.workload == workload]
+        row = [TITLES.get(workload, workload), f"{_plain(own).median:.0f}"]
+        for name in drafters:
+            cell = best([cell for cell in own if cell.setting.drafter == name])
+            row.append(NA if cell is None else _digested(cell))
+        lines.append(_md_row(row))
+    return "\n".join(lines) + "\n"
+
+
+def _digested(cell: Cell) -> str:
+    length = f"K {cell.setting.k}: " if cell.setting.k is not None else ""
+    return f"{length}{_ratio(cell.speedup)}, {_percent(cell.counts.acceptance_rate)} accepted"
 
 
 def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Comparison) -> None:
