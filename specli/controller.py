@@ -5,9 +5,13 @@ v(n) for a pass over n tokens (v(1) = 1), c for a draft step. A round that propo
 probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and costs k*c + v(1 + k).
 
     rate R       tokens per unit that is reachable now: what recent rounds brought, at least plain decoding's
-    value        expected tokens - R * cost; the best value wins: a draft model, the text itself (n-gram), nobody
-    go on        while some longer draft, not just the next token, has more expected extra tokens than R * extra cost
-    exploring    whatever is not in use grows stale; a probe may cost what 1% of the time has saved up
+    value        expected extra tokens - R * extra units; the best value wins: a draft model, the text itself, nobody
+    n-gram       the chances of its tokens are known beforehand, so is the length that is worth most
+    draft model  what its last drafts brought and cost; how far it grows, its own confidence decides on the way: on
+                 while some longer draft, not just the next token, has more expected extra tokens than R * extra units
+    account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
+                 cap: on an empty account it does not draft, so whatever the estimates say, no more than that is lost
+    probe        what is not in use is tried again, the sooner the less it may lose
 
 v(n) is neither flat nor monotonic, so every length is looked at. Exactness: all of this decides before a token is
 drawn, from past rounds, the drafted prefix, and the draft's own distributions (tests enumerate the law with it).
@@ -16,234 +20,126 @@ drawn, from past rounds, the drafted prefix, and the draft's own distributions (
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Literal, NamedTuple
 
-Kind = Literal["none", "draft", "ngram"]
+from specli.estimates import Acceptance, CostModel, Profit, number, survivors
+from specli.record import Kind, Outcome, Plan, Record
 
-N_SAMPLES = 9  # recent times per width: their median survives a busy machine
-EXPLORATION = 0.01  # of the time may go into probes
-CREDIT = 2.0  # units that a cold start may spend on finding out
-STALE_ROUNDS = 8  # after a probe that failed
-FORGET = 0.85  # mean acceptance, per observation: about the last seven count
-RATE_FORGET = 0.95  # reachable rate, per round
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0  # before anything was judged
-FEED_SHARE = 0.15  # of c, per fed token, until measured
-CONFIDENCE_BINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-N_PLAIN = 32  # rounds between two looks at the one-token pass while speculation pays
-MAX_BUDGET = 3.0  # units: how much exploration can be saved up
-
-
-class CostModel:
-    """Robust running estimates of v(n), c and the cost of feeding a draft what it lacks.
-
-    Every time is compared with the present unit, the time of a one-token pass, so that a slow moment or a growing
-    context moves all widths together and only ratios are learned.
-    """
-
-    def __init__(self) -> None:
-        self.unit_s: float | None = None
-        self._units: deque[float] = deque(maxlen=N_SAMPLES)
-        self._widths: dict[int, deque[float]] = {}
-        self._curve: dict[int, float] = {1: 1.0}
-        self._cache: dict[int, float] = {}
-        self._steps: deque[float] = deque(maxlen=N_SAMPLES)
-        self._feeds: deque[float] = deque(maxlen=N_SAMPLES)
-        self.c = 0.2
-        self.feed: float | None = None  # units per fed token beyond the second; unmeasured: a share of c
-
-    def observe_pass(self, n_tokens: int, seconds: float) -> None:
-        """A target pass over ``n_tokens`` took ``seconds`` (host time of the round included)."""
-        if seconds <= 0:
-            return
-        known = self.v(n_tokens)
-        if n_tokens == 1 or (self.unit_s is not None and n_tokens in self._curve):
-            self._units.append(seconds / known)
-            self.unit_s = median(self._units)
-        if n_tokens > 1 and self.unit_s is not None:
-            samples = self._widths.setdefault(n_tokens, deque(maxlen=N_SAMPLES))
-            samples.append(seconds / self.unit_s)
-            self._curve[n_tokens] = median(samples)
-            self._cache.clear()
-
-    def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
-        """``n_steps`` draft tokens, the first behind a feed of ``n_lacking`` tokens, took ``seconds``."""
-        if self.unit_s is None or n_steps < 1:
-            return
-        units = seconds / self.unit_s
-        if n_lacking <= 2:
-            self._steps.append(units / n_steps)
-            self.c = median(self._steps)
-        else:
-            self._feeds.append(max(0.0, units - n_steps * self.c) / (n_lacking - 1))
-            self.feed = median(self._feeds)
-
-    def draft_cost(self, n_steps: int, n_lacking: int) -> float:
-        """Units that ``n_steps`` draft tokens cost when ``n_lacking`` tokens must be fed first."""
-        feed = FEED_SHARE * self.c if self.feed is None else self.feed
-        return n_steps * self.c + max(0, n_lacking - 2) * feed
-
-    def v(self, n_tokens: int) -> float:
-        """Units of a pass over ``n_tokens``: measured, or on the line between measured neighbours."""
-        found = self._cache.get(n_tokens)
-        if found is None:
-            found = self._cache[n_tokens] = self._interpolated(n_tokens)
-        return found
-
-    def _interpolated(self, n: int) -> float:
-        if n in self._curve:
-            return self._curve[n]
-        below = max(width for width in self._curve if width < n)
-        above = min((width for width in self._curve if width > n), default=None)
-        if above is None:
-            slope = (self._curve[below] - 1.0) / (below - 1) if below > 1 else 0.25
-            return self._curve[below] + slope * (n - below)
-        share = (n - below) / (above - below)
-        return self._curve[below] + share * (self._curve[above] - self._curve[below])
-
-    def as_dict(self) -> dict[str, object]:
-        """What is kept between runs."""
-        return {"v": {str(n): v for n, v in sorted(self._curve.items())}, "c": self.c, "feed": self.feed}
-
-    def restore(self, profile: Mapping[str, object]) -> None:
-        """Start from a profile of an earlier run; measured values replace it."""
-        curve, c, feed = profile.get("v"), profile.get("c"), profile.get("feed")
-        if isinstance(curve, Mapping):
-            self._curve = {1: 1.0} | {int(n): float(v) for n, v in curve.items() if float(v) > 0}
-            self._cache.clear()
-        if isinstance(c, float) and c > 0:
-            self.c = c
-        if isinstance(feed, float) and feed >= 0:
-            self.feed = feed
-
-
-class Acceptance:
-    """The chance that a draft model's token is accepted, given the ones before it: by confidence, and by position."""
-
-    def __init__(self) -> None:
-        n_bins = len(CONFIDENCE_BINS) + 1
-        self._hits = [0.0] * n_bins
-        self._tries = [0.0] * n_bins
-        self.mean = PRIOR_ACCEPTANCE
-
-    def at(self, confidence: float) -> float:
-        """The calibrated chance for one confidence."""
-        i = _bin(confidence)
-        prior = 0.5 * (confidence + self.mean)
-        return (PRIOR_WEIGHT * prior + self._hits[i]) / (PRIOR_WEIGHT + self._tries[i])
-
-    def look(self, confidence: float) -> None:
-        """A row was seen and nothing drawn from it: that tells of the text as well."""
-        self.mean = FORGET * self.mean + (1 - FORGET) * self.at(confidence)
-
-    def observe(self, confidences: Sequence[float], n_accepted: int) -> None:
-        """A draft was judged: before the first rejection all was right, the rejected one wrong, the rest unknown."""
-        for i, confidence in enumerate(confidences[: n_accepted + 1]):
-            hit = float(i < n_accepted)
-            news = 0.5 * (hit + self.at(confidence))  # the calibrated chance is less noisy than one coin
-            self.mean = FORGET * self.mean + (1 - FORGET) * news
-            at = _bin(confidence)
-            self._hits[at] = 0.97 * self._hits[at] + hit
-            self._tries[at] = 0.97 * self._tries[at] + 1.0
-
-
-class Plan(NamedTuple):
-    """What one sequence does this round. ``k``: how many n-gram tokens to keep, or the longest model draft."""
-
-    kind: Kind
-    k: int
-
-
-@dataclass(slots=True)
-class Record:
-    """What was decided, for the explanation at the end. Counts of rounds and tokens."""
-
-    rounds: int = 0
-    speculated: int = 0
-    proposed: int = 0
-    kinds: dict[str, int] = field(default_factory=lambda: {"none": 0, "draft": 0, "ngram": 0})
-    off_since: int | None = None
-    stretches: list[tuple[int, int, float, float]] = field(default_factory=list)  # first, last, acceptance, break-even
+ALLOWANCE = 0.01  # of the time may be lost
+CREDIT = 3.0  # units that a cold start may lose
+MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
+MAX_CARRIED = 1.5  # units of it in the next run
+PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
+N_COLD = 4  # drafts of a cold start that need not wait for each other
+HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve
+N_PLAIN = 64  # rounds between two looks at the one-token pass while speculation pays
+RATE_MEMORY = 0.8  # per round: about the last five count
+PROFIT_MEMORY = 0.9  # per round with a model draft, once there were some
+USUAL_MEMORY = 0.99  # the same, for what is kept between runs
+PRIOR_DRAFTS = 2  # that the prior profit counts for
+WARM, HEAVY = 0.4, 1 / 3  # temperature and c above which the gain is in doubt beforehand
 
 
 class Controller:
-    """Decides, learns, explains. One for all sequences of a batch: costs belong to the batch."""
+    """Decides, learns, explains. One for all sequences of a batch: costs belong to the batch.
+
+    A round: ``begin``; ``plan`` for each sequence; ``may_draw``, ``may_step``, ``take`` while a model drafts;
+    ``observe``. ``k_max``: the longest draft, tokens.
+    """
 
     def __init__(self, k_max: int, costs: CostModel | None = None) -> None:
         self.k_max = k_max
         self.costs = costs or CostModel()
         self.acceptance = Acceptance()
         self.record = Record()
-        self._rounds_before = 0  # of earlier answers
-        self.rate = 1.0
-        self._ngram_bias = (1.0, 1.0)  # accepted and expected n-gram tokens, forgetting
-        self._brought, self._spent = 0.0, 0.0
-        self._budget = CREDIT
-        self._stale_since: dict[str, int] = {"none": 0, "draft": 0, "ngram": 0}
+        self.rate = self._plain_rate = 1.0  # tokens per unit, of the whole batch
+        self._brought, self._spent = 0.0, 0.0  # tokens and units of recent rounds
+        self._profit: Profit | None = None  # of recent drafts
+        self._usual: Profit | None = None  # of all drafts
+        self._n_drafts = 0
+        self._account = CREDIT  # units
+        self._owed = 0.0  # units of catching up that had no time yet to earn themselves back
+        self._round = 0
+        self._last: dict[Kind, int] = {"none": 0, "draft": 0}  # rounds
         self._probing: Kind | None = None
-        self._width = 1  # tokens of the batch under construction
-
-    @property
-    def break_even(self) -> float:
-        """The acceptance at which one model-drafted token pays: c + v(2) - 1."""
-        return self.costs.c + self.costs.v(2) - 1.0
+        self._n_active = self._width = 1  # sequences; tokens of the batch under construction
+        self._growing = 1  # sequences that this draft pass is shared by,
+        self._undrawn = self._next = 0  # those of them that have not drawn yet, and those that will step again
+        self._catch_up = 0.0  # units, of this round's sequences
 
     def begin(self, n_active: int) -> None:
         """A round begins: every sequence has its own token in the batch."""
-        self._width = n_active
-        plain = n_active / self.costs.v(n_active)
-        self.rate = max(plain, self._brought / self._spent if self._spent > 0 else plain)
+        self._round += 1
+        self._n_active = self._width = n_active
+        self._undrawn, self._next, self._probing, self._catch_up = 0, 0, None, 0.0
+        self._plain_rate = n_active / self.costs.v(n_active)
+        self.rate = max(self._plain_rate, self._brought / self._spent if self._spent > 0 else 0.0)
 
-    def plan(self, has_model: bool, n_lacking: int, ngram: Sequence[float], budget: int) -> Plan:
+    def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int) -> Plan:
         """Choose for one sequence before anything is drawn.
 
-        ``n_lacking``: tokens that the draft's cache lacks. ``ngram``: chances of the n-gram draft's tokens, each
-        given the ones before. ``budget``: the longest draft that fits.
+        ``n_lacking``: tokens that the draft's cache lacks, None without a draft model. ``ngram``: chances of the
+        n-gram draft's tokens, each given the ones before, None without an n-gram drafter. ``budget``: the longest
+        draft that fits.
         """
+        self.record.has_model |= n_lacking is not None
+        self.record.has_ngram |= ngram is not None
         budget = min(budget, self.k_max)
-        if budget < 1:
-            return Plan("none", 0)
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
-        if ngram:
-            values["ngram"] = self._best(self._trusted(ngram[:budget]), 0.0, 0.0)
-        if has_model:
-            survival = [self.acceptance.mean] * budget
-            fixed = self.costs.draft_cost(0, n_lacking)
-            values["draft"] = self._best(survival, self.costs.c, fixed)
+        catch_up = 0.0  # units
+        if ngram and budget > 0:
+            values["ngram"] = self._best(ngram[:budget], 0.0, self._width + self._next)
+        if n_lacking is not None and budget > 0:
+            catch_up = self.costs.catch_up(n_lacking)
+            self._catch_up += catch_up
+            if self._may_spend():
+                profit = self._profit or self._foreseen()
+                values["draft"] = profit.tokens - self.rate * (profit.units + catch_up / HORIZON), budget
         best = max(values, key=lambda kind: values[kind][0])
-        kind = self._probe(values, best) or best
-        k = values[kind][1]
+        kind = self._probe(values, best, catch_up) or best
         if kind == "draft":
-            k = budget  # how far, the draft's own confidence tells as it grows
-        return Plan(kind, max(k, 1) if kind != "none" else 0)
+            self._next += 1
+            self._owed += catch_up
+        return Plan(kind, values[kind][1])
 
-    def _trusted(self, chances: Sequence[float]) -> list[float]:
-        accepted, expected = self._ngram_bias
-        return [min(0.99, chance * accepted / expected) for chance in chances]
+    def _may_spend(self) -> bool:
+        """Whether the account lets a model draft. Once it is known what drafts bring, catching up is on credit."""
+        if self._n_drafts < N_COLD:
+            return self._account > self._catch_up
+        return self._account + self._owed > 0
 
-    def _best(self, chances: Sequence[float], step: float, fixed: float) -> tuple[float, int]:
+    def _foreseen(self) -> Profit:
+        """The profit of model drafts before there were any."""
+        width, step, mean = self._n_active, self.costs.c / self._n_active, self.acceptance.mean
+        _value, k = self._best([mean] * self.k_max, step, width)
+        return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
+
+    def _best(self, chances: Sequence[float], step: float, width: int) -> tuple[float, int]:
         """The best value over all lengths, relative to proposing nothing, and its length (>= 1)."""
         best, best_k, tokens, survival = -math.inf, 1, 0.0, 1.0
+        base = self.costs.v(width)
         for k, chance in enumerate(chances, start=1):
             survival *= chance
             tokens += survival
-            cost = fixed + k * step + self.costs.v(self._width + k) - self.costs.v(self._width)
-            value = tokens - self.rate * cost
+            value = tokens - self.rate * (k * step + self.costs.v(width + k) - base)
             if value > best:
                 best, best_k = value, k
         return best, best_k
 
-    def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind) -> Kind | None:
-        """What to try although it is not best: the stalest kind whose loss the saved-up budget covers."""
-        now = self._now
-        self._probing = None
-        for kind in sorted(values, key=lambda kind: self._stale_since[kind]):
-            loss = (values[best][0] - values[kind][0]) / self.rate
-            wait = N_PLAIN if kind == "none" else 0
-            if kind != best and now >= self._stale_since[kind] + wait and loss <= self._budget:
+    def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind, catch_up: float) -> Kind | None:
+        """What to try although it is not best. All sequences of a round try the same."""
+        if self._probing is not None:
+            return self._probing if self._probing in values else None
+        for kind, last in self._last.items():
+            if kind == best or kind not in values:
+                continue
+            loss = self._n_active * (values[best][0] - values[kind][0]) / self.rate
+            if kind == "none":
+                is_due = self._round - last >= min(N_PLAIN, 8 * self.costs.n_samples(self._n_active))
+            else:
+                is_due = (self._round - last) * PROBE_SHARE >= loss or self._n_drafts < N_COLD
+                is_due = is_due and loss + self._n_active * catch_up <= self._account
+            if is_due:
                 self._probing = kind
                 return kind
         return None
@@ -253,113 +149,151 @@ class Controller:
         self._width += k
 
     def may_draw(self, confidences: Sequence[float], confidence: float) -> bool:
-        """Whether to draw a token of this ``confidence`` behind those of ``confidences``; its row is paid for."""
-        goes_on = self._goes_on(confidences, self.acceptance.at(confidence), is_paid=True)
+        """Whether to draw a token of this ``confidence`` behind those of ``confidences``; its row is paid for.
+
+        A probe takes the draft at its word: what was learned to be wrong in one text may be right in the next.
+        """
+        if self._undrawn == 0:  # a new pass
+            self._growing, self._undrawn, self._next = max(1, self._next), max(1, self._next), 0
+        self._undrawn -= 1
+        chance = self.acceptance.at(confidence)
+        if self._probing == "draft":
+            chance = max(chance, confidence)
+        goes_on = self._goes_on(confidences, chance, is_paid=True)
         if not goes_on:
             self.acceptance.look(confidence)
         return goes_on
 
     def may_step(self, confidences: Sequence[float]) -> bool:
         """Whether another draft pass is worth it behind tokens of ``confidences``."""
-        return self._goes_on(confidences, self._ahead(confidences[-1]), is_paid=False)
-
-    def _ahead(self, confidence: float) -> float:
-        """The chance of a token not looked at yet, behind one of ``confidence``."""
-        return 0.5 * (self.acceptance.mean + self.acceptance.at(confidence))
+        ahead = 0.5 * (self.acceptance.mean + self.acceptance.at(confidences[-1]))
+        self._next += (goes_on := self._goes_on(confidences, ahead, is_paid=False))
+        return goes_on
 
     def _goes_on(self, confidences: Sequence[float], chance: float, is_paid: bool) -> bool:
-        """Some longer draft has more expected extra tokens than R times its extra cost."""
-        survival = math.prod(self.acceptance.at(confidence) for confidence in confidences)
-        base, tokens, ahead = self.costs.v(self._width), 0.0, 0.5 * (self.acceptance.mean + chance)
+        """Some longer draft has more expected extra tokens than R times its extra units."""
+        survival = math.prod(map(self.acceptance.at, confidences))
+        tokens, ahead = 0.0, 0.5 * (self.acceptance.mean + chance)
+        width, step = self._width + self._undrawn + self._next, self.costs.c / self._growing
+        base = self.costs.v(width)
         for extra in range(1, self.k_max - len(confidences) + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
-            cost = (extra - is_paid) * self.costs.c + self.costs.v(self._width + extra) - base
-            if tokens > self.rate * cost:
+            if tokens > self.rate * ((extra - is_paid) * step + self.costs.v(width + extra) - base):
                 return True
         return False
 
-    def observe_round(self, n_tokens: int, emitted: int, pass_s: float, draft_s: float) -> None:
-        """The round's batch held ``n_tokens``, emitted ``emitted``, and took ``pass_s`` and ``draft_s`` seconds."""
+    def observe(self, outcomes: Sequence[Outcome], pass_s: float, draft_s: float, n_steps: int, n_lacking: int) -> None:
+        """The round took ``pass_s`` (target and host) and ``draft_s`` seconds.
+
+        The draft model made ``n_steps`` passes, the first of which fed ``n_lacking`` tokens.
+        """
+        n_tokens = sum(1 + len(outcome.chances) for outcome in outcomes)
         self.costs.observe_pass(n_tokens, pass_s)
-        unit_s = self.costs.unit_s
-        if unit_s:
-            units = self.costs.v(n_tokens) + draft_s / unit_s  # by the estimate: one slow pass is no news of the text
-            self._brought = RATE_FORGET * self._brought + emitted
-            self._spent = RATE_FORGET * self._spent + units
-            self._budget = min(MAX_BUDGET, self._budget + EXPLORATION * units)
-            if self._probing is not None:  # what the probe really lost; a good one costs nothing
-                self._budget -= units - emitted / self.rate
+        self.costs.observe_draft(n_steps, n_lacking, draft_s)
+        self.record.note(outcomes, self._probing is not None, self._why_off)
+        self._book(outcomes, n_tokens, self.costs.draft_cost(n_steps, n_lacking))
+        if n_tokens == self._n_active:
+            self._last["none"] = self._round
+        by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
+        if by_model and n_steps > 0:
+            self._last["draft"] = self._round
+            self._learn(by_model, n_tokens, n_steps, self.costs.catch_up(n_lacking))
+        self._probing = None
 
-    def observe_draft(self, kind: Kind, chances: Sequence[float], n_accepted: int) -> None:
-        """A draft of ``kind``, with the drafter's own ``chances`` for its tokens, had ``n_accepted`` accepted."""
-        paid = n_accepted > 0 or kind == "none"
-        self._stale_since[kind] = self._now + (0 if paid else STALE_ROUNDS)
-        if kind == "draft":
-            self.acceptance.observe(chances, n_accepted)
-        elif kind == "ngram" and chances:
-            accepted, expected = self._ngram_bias
-            judged = chances[: n_accepted + 1]
-            self._ngram_bias = (
-                FORGET * accepted + (1 - FORGET) * min(n_accepted, len(judged)),
-                FORGET * expected + (1 - FORGET) * max(sum(judged), 1e-3),
-            )
+    def _book(self, outcomes: Sequence[Outcome], n_tokens: int, draft_units: float) -> None:
+        """Count the round, at estimated costs: one slow pass is no news of the text."""
+        units = self.costs.v(n_tokens) + draft_units
+        emitted = sum(outcome.n_emitted for outcome in outcomes)
+        self._brought = RATE_MEMORY * self._brought + emitted
+        self._spent = RATE_MEMORY * self._spent + units
+        self._account = min(MAX_ACCOUNT, self._account + ALLOWANCE * units)
+        self._owed *= 1 - 1 / HORIZON
+        if self.costs.unit_s is not None:
+            self.record.emitted += emitted
+            self.record.predicted += sum(1 + self._expected(outcome) for outcome in outcomes)
+            self.record.plain += units * self._plain_rate
+            self.record.units += units
 
-    def note(self, kind: Kind, k: int) -> None:
-        """Record one sequence's decision of this round."""
-        record = self.record
-        record.rounds += 1
-        record.kinds[kind] += 1
-        record.proposed += k
-        if k > 0:
-            record.speculated += 1
-            self._close_stretch()
-        elif record.off_since is None:
-            record.off_since = record.rounds
+    def _learn(self, drafts: Sequence[Outcome], n_tokens: int, n_steps: int, catch_up: float) -> None:
+        """What this round's model drafts brought and cost, and how their tokens were judged."""
+        n, k = len(drafts), sum(len(draft.chances) for draft in drafts)
+        units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
+        saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units - catch_up
+        self._account = min(MAX_ACCOUNT, self._account + saved)
+        tokens = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
+        news, weight = Profit(tokens, units), self._n_drafts + PRIOR_DRAFTS
+        self._profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
+        self._usual = (self._usual or self._profit).moved(news, min(USUAL_MEMORY, weight / (weight + 1)))
+        self._n_drafts += 1
+        for draft in drafts:
+            self.acceptance.observe(draft.chances[: draft.n_judged], draft.n_accepted)
 
-    def begin_answer(self) -> None:
-        """Decisions are told from here on; what was learned stays."""
-        self._rounds_before = self._now
-        self.record = Record()
+    def _expected(self, outcome: Outcome) -> float:
+        """Proposed tokens that should stand, as far as was known before the target looked."""
+        chances = outcome.chances[: outcome.n_judged]
+        return survivors(chances if outcome.kind == "ngram" else [self.acceptance.at(chance) for chance in chances])
 
     @property
-    def _now(self) -> int:
-        """Rounds so far."""
-        return self._rounds_before + self.record.rounds
+    def break_even(self) -> float | None:
+        """The acceptance above which a model draft of the best length pays; None if none does."""
+        return self.costs.break_even(self.k_max, self._n_active)
+
+    def _why_off(self) -> str:
+        acceptance, break_even, profit = self.acceptance.mean, self.break_even, self._profit or self._foreseen()
+        if not self.record.has_model:
+            return "nothing in the text was worth copying"
+        if break_even is None:
+            return "even certain acceptance would not pay"
+        if acceptance < break_even:
+            return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
+        if self._catch_up > profit.tokens - self._plain_rate * profit.units > 0:
+            return f"the draft lags behind; to catch up costs {self._catch_up:.1f} target passes"
+        return "drafts had cost more than they brought"
+
+    def begin_answer(self) -> None:
+        """Tell of decisions from here on; what was learned stays."""
+        self.record = Record()
 
     def explain(self) -> str:
-        """One line on this answer: how much was speculated, and where it was off and why."""
-        record = self.record
-        if not record.rounds:
-            return ""
-        share = record.speculated / record.rounds
-        line = f"speculated in {share:.0%} of rounds"
-        if record.speculated:
-            line += f", mean K {record.proposed / record.speculated:.1f}"
-        for first, last, acceptance, break_even in sorted(record.stretches, key=lambda s: s[0] - s[1])[:2]:
-            line += f"; off for rounds {first}-{last}: acceptance {acceptance:.2f} < break-even {break_even:.2f}"
-        return line
+        """One line on this answer: how often it speculated, how far, by whom, why not; empty without rounds."""
+        return self.record.explain()
 
     def report(self) -> dict[str, object]:
-        """What was decided and measured, JSON types only."""
-        return {"rounds": dict(self.record.kinds), "break_even": self.break_even, **self.costs.as_dict()}
+        """For ``--stats-json``: decisions, costs in one-token target passes, gain; None where undefined."""
+        acceptance = self.acceptance.mean if self.acceptance.is_known else None
+        break_even = self.break_even if self.record.has_model else None
+        return {**self.record.as_dict(), **self.costs.as_dict(), "acceptance": acceptance, "break_even": break_even}
+
+    def expectation(self, temperature: float, c: float | None) -> str | None:
+        """What to say beforehand where a draft model may well not pay, or None."""
+        notes = []
+        if temperature > WARM:
+            notes.append(f"at temperature {temperature:g} fewer drafted tokens are accepted than at 0")
+        if c is not None and c > HEAVY:
+            break_even = self.costs.break_even(self.k_max, c=c)
+            pays = "it cannot pay" if break_even is None else f"it pays above an acceptance of {break_even:.2f}"
+            notes.append(f"a draft step costs {c:.2f} of a target pass, over a third: {pays}")
+        return "; ".join(notes) or None
 
     def profile(self) -> dict[str, object]:
-        """What is kept between runs."""
-        return self.costs.as_dict()
+        """What is worth keeping for the next run, for ``restore``; JSON types only."""
+        return {
+            "costs": self.costs.as_dict(),
+            "acceptance": self.acceptance.as_dict(),
+            "drafts": self._n_drafts,
+            "profit": self._usual,
+            "account": max(0.0, self._account),
+        }
 
-    def restore(self, profile: Mapping[str, object]) -> bool:
-        """Start from what an earlier run kept; whether that was usable."""
-        self.costs.restore(profile)
-        return "v" in profile
-
-    def _close_stretch(self) -> None:
-        record = self.record
-        if record.off_since is not None and record.rounds - record.off_since >= STALE_ROUNDS:
-            last = record.rounds - 1
-            record.stretches.append((record.off_since, last, self.acceptance.mean, self.break_even))
-        record.off_since = None
-
-
-def _bin(confidence: float) -> int:
-    return sum(confidence > edge for edge in CONFIDENCE_BINS)
+    def restore(self, kept: Mapping[str, object]) -> bool:
+        """Start from the ``profile`` of an earlier run, part by part where it makes sense; whether the costs did."""
+        has_costs = self.costs.restore(kept.get("costs"))
+        if self.acceptance.restore(kept.get("acceptance")):
+            self._n_drafts = max(N_COLD, int(number(kept.get("drafts")) or 0))
+            self._profit = self._usual = Profit.restored(kept.get("profit"), self.k_max)
+        account = number(kept.get("account"))
+        if account is not None:
+            is_warm = self._n_drafts > 0 or not self.costs.knows_c
+            self._account = min(account, MAX_CARRIED) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
+        return has_costs

@@ -718,6 +718,7 @@ def _no_text_model(header: GgufHeader) -> tuple[str, str] | None:
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS of llama-hparams.h
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+_ONE_EXPERT_IS_NONE = ("hunyuan_vl", "hunyuan-dense")
 
 
 def _check_sizes(header: GgufHeader) -> None:
@@ -733,6 +734,8 @@ def _check_sizes(header: GgufHeader) -> None:
 
     n_layer, n_expert, n_groups = number("block_count", 1), number("expert_count", 0), number("expert_group_count", 0)
     n_used, n_groups_used = number("expert_used_count", 0), number("expert_group_used_count", 0)
+    if header.architecture in _ONE_EXPERT_IS_NONE and n_expert <= 1:
+        n_expert = n_used = 0
     scaling = header.hparam("rope.scaling.type")
     rules = (
         ("context_length", 0 < number("context_length", 1) < 1 << 31, "1 token or more that an int32 can count"),

@@ -200,7 +200,7 @@ def test_a_turn_after_one_closed_at_any_event_equals_fresh(kind: str) -> None:
         chat.ask(FIRST)
         events = chat.events(prompt)
         for _ in range(n_seen):
-            next(events)
+            next(events, None)  # a controller goes by the clock: the next run may take fewer rounds
         events.close()
         chat.check()
         following = [*chat.state.tokens, 6, 5]
@@ -498,7 +498,7 @@ def test_the_controller_tells_of_one_answer(tiny_model, open_session):
     prompt = session.text_ids(SAID)
     for n in (20, 12):
         answer = go_on(session, prompt, n)
-        assert sum(session.controller.report()["rounds"].values()) == answer.stats.rounds
+        assert session.controller.report()["rounds"] == answer.stats.rounds
 
 
 def test_a_new_generation_ends_the_one_before(tiny_model, open_session):

@@ -327,6 +327,24 @@ def test_a_controller_changes_nothing(tiny_model, open_session, drafter):
         assert len(assert_speculation_changes_nothing(session, prompt, 60).tokens) == 60
 
 
+def test_rejected_tokens_leave_the_drafts_cache_too(tiny_model, open_session, monkeypatch):
+    """Cases B1, B2: the text would stay right and acceptance decay, so compare with a draft that forgets each round."""
+    session, _ = open_session(settings(tiny_model(), tiny_model(noise=0.05), n_max=4, sampling=ENDLESS))
+    prompt = session.text_ids("abc")
+    kept = generate(session, prompt, 150).stats
+    drafter, propose = session.drafter, session.drafter.propose
+
+    def propose_afresh(sequences, budgets):
+        for sequence in sequences:
+            drafter.forget(sequence)
+        return propose(sequences, budgets)
+
+    monkeypatch.setattr(drafter, "propose", propose_afresh)
+    fresh = generate(session, prompt, 150).stats
+    assert 0.1 < fresh.acceptance_rate < 0.95
+    assert abs(kept.acceptance_rate - fresh.acceptance_rate) < 0.1  # rounding may turn over a token
+
+
 # -- how much (cases A6, G13, G16)
 
 

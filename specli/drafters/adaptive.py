@@ -1,39 +1,39 @@
-"""A draft model and the text itself under one controller: each round the one that pays, as far as it pays, or none."""
+"""A draft model and the text itself under one controller: each round whoever pays, as far as it pays, or nobody."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from specli.controller import Controller, Kind
+from specli.controller import Controller
 from specli.drafters.base import EMPTY, Draft, SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.drafters.ngram import NgramDrafter
 from specli.events import RoundDone
+from specli.record import Kind, Outcome
 
 
-@dataclass(slots=True)
-class _Pending:
-    """What one sequence proposed and has not been judged yet."""
+class _Proposed(NamedTuple):
+    """What one sequence proposed and has not been judged yet. ``chances``: one per token."""
 
-    kind: Kind
-    chances: Sequence[float]
-    k: int
+    kind: Kind = "none"
+    chances: Sequence[float] = ()
 
 
 class AdaptiveDrafter:
     """Asks ``controller`` before each draft which of ``model`` and ``ngram`` proposes, and tells it what came of it.
 
     An n-gram draft costs nothing to make and is a point mass, so it is made first and cut to the length that pays. The
-    model's draft grows under the controller's eyes (its ``pacer``), which decides before each token is drawn.
+    model's draft grows under the controller's eyes (it becomes the model's ``pacer``), which decides before each draw.
     """
 
     def __init__(self, controller: Controller, model: ModelDrafter | None, ngram: NgramDrafter | None) -> None:
         self.controller = controller
         self._model, self._ngram = model, ngram
-        self._pending: dict[int, _Pending] = {}
-        self._n_passes = 0  # of the model in this round
-        self._n_lacking = 0
+        if model is not None:
+            model.pacer = controller
+        self._pending: dict[int, _Proposed] = {}
+        self._n_passes, self._n_lacking = 0, 0  # of the model in this round; what the first of them fed
 
     @property
     def busy_s(self) -> float:
@@ -42,69 +42,64 @@ class AdaptiveDrafter:
 
     def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
         """One draft per sequence, by whoever pays. Raises ``Cancelled`` as the model does."""
-        controller = self.controller
+        controller, model = self.controller, self._model
         controller.begin(len(sequences))
         guesses = self._ngram.propose(sequences, budgets) if self._ngram else [EMPTY] * len(sequences)
-        drafts = [EMPTY] * len(sequences)
-        by_model: list[int] = []
+        drafts, by_model, n_behind = [EMPTY] * len(sequences), list[int](), 0
         for i, (state, guess, budget) in enumerate(zip(sequences, guesses, budgets, strict=True)):
-            chances = [] if guess.confidence is None else guess.confidence.tolist()
-            n_lacking = self._model.n_lacking(state) if self._model else 0
-            plan = controller.plan(self._model is not None, n_lacking, chances, budget)
-            self._pending[state.id] = _Pending(plan.kind, chances[: plan.k], 0)
-            if plan.kind == "ngram" and guess.confidence is not None:
-                drafts[i] = Draft(guess.ids[: plan.k], guess.distributions[: plan.k], guess.confidence[: plan.k])
-                controller.take(plan.k)
-            elif plan.kind == "draft":
+            can_draft = model is not None and model.room(state, budget) > 0
+            n_lacking = model.n_lacking(state) if model is not None and can_draft else None
+            kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget)
+            if kind == "ngram":
+                drafts[i] = guess.first(k)
+                controller.take(k)
+            elif kind == "draft" and n_lacking is not None:
                 by_model.append(i)
-                self._n_lacking = max(self._n_lacking, n_lacking)
-        self._draft_by_model(sequences, budgets, by_model, drafts)
-        for state, draft in zip(sequences, drafts, strict=True):
-            self._pending[state.id].k = len(draft)
+                n_behind += max(0, n_lacking - 2)
+            self._pending[state.id] = _Proposed(kind, _chances(drafts[i]))
+        if model is not None and by_model:
+            n_before = model.n_passes
+            room = [min(budgets[i], controller.k_max) for i in by_model]
+            made = model.propose([sequences[i] for i in by_model], room)
+            self._n_passes, self._n_lacking = model.n_passes - n_before, 2 + n_behind
+            for i, draft in zip(by_model, made, strict=True):
+                drafts[i] = draft
+                self._pending[sequences[i].id] = _Proposed("draft", _chances(draft))
         return drafts
-
-    def _draft_by_model(
-        self, sequences: Sequence[SequenceState], budgets: Sequence[int], chosen: Sequence[int], drafts: list[Draft]
-    ) -> None:
-        if self._model is None or not chosen:
-            return
-        n_before, k_max = self._model.n_passes, self.controller.k_max
-        made = self._model.propose([sequences[i] for i in chosen], [min(budgets[i], k_max) for i in chosen])
-        self._n_passes = self._model.n_passes - n_before
-        for i, draft in zip(chosen, made, strict=True):
-            drafts[i] = draft
-            chances = [] if draft.confidence is None else draft.confidence.tolist()
-            self._pending[sequences[i].id].chances = chances
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Tell both drafters."""
-        for drafter in (self._model, self._ngram):
-            if drafter is not None:
-                drafter.commit(sequence, tokens)
+        for drafter in self._both:
+            drafter.commit(sequence, tokens)
 
     def observe(self, outcome: RoundDone) -> None:
         """Teach the controller what the round cost and brought."""
-        controller = self.controller
-        n_tokens = sum(1 + part.proposed for part in outcome.sequences)
-        emitted = sum(part.emitted for part in outcome.sequences)
-        controller.costs.observe_draft(self._n_passes, self._n_lacking, outcome.draft_s)
-        controller.observe_round(n_tokens, emitted, outcome.verify_s + outcome.host_s, outcome.draft_s)
+        outcomes = []
         for part in outcome.sequences:
-            pending = self._pending.pop(part.sequence, _Pending("none", (), 0))
-            controller.note(pending.kind, pending.k)
-            controller.observe_draft(pending.kind, pending.chances, part.accepted)
+            kind, chances = self._pending.pop(part.sequence, _Proposed())
+            outcomes.append(Outcome(kind, chances, part.proposed, part.accepted, part.emitted))
+        target_s = outcome.verify_s + outcome.host_s
+        self.controller.observe(outcomes, target_s, outcome.draft_s, self._n_passes, self._n_lacking)
         self._n_passes = self._n_lacking = 0
 
     def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
         """Tell both drafters."""
         self._pending.pop(sequence.id, None)
-        for drafter in (self._model, self._ngram):
-            if drafter is not None:
-                drafter.rewind(sequence, n_tokens)
+        for drafter in self._both:
+            drafter.rewind(sequence, n_tokens)
 
     def forget(self, sequence: SequenceState) -> None:
         """Tell both drafters; what the controller learned stays."""
         self._pending.pop(sequence.id, None)
-        for drafter in (self._model, self._ngram):
-            if drafter is not None:
-                drafter.forget(sequence)
+        for drafter in self._both:
+            drafter.forget(sequence)
+
+    @property
+    def _both(self) -> list[ModelDrafter | NgramDrafter]:
+        return [drafter for drafter in (self._model, self._ngram) if drafter is not None]
+
+
+def _chances(draft: Draft) -> list[float]:
+    """Per token, its drafter's own estimate of being right; plain floats, which are quicker one by one."""
+    chances: list[float] = [] if draft.confidence is None else draft.confidence.tolist()
+    return chances

@@ -45,6 +45,11 @@ class Draft:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, k: int) -> Draft:
+        """The first ``k`` tokens. Only point masses may be cut after they were drawn."""
+        confidence = None if self.confidence is None else self.confidence[:k]
+        return Draft(self.ids[:k], self.distributions[:k], confidence)
+
 
 EMPTY = Draft()
 

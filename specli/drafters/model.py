@@ -64,7 +64,7 @@ class ModelDrafter:
     ) -> None:
         self._engine, self._chooser, self._end_ids = engine, chooser, end_ids
         self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
-        self._pacer = pacer
+        self.pacer = pacer
         self.n_passes = 0  # draft passes so far; the first of a draft also feeds what is missing
         self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
 
@@ -75,7 +75,7 @@ class ModelDrafter:
 
     def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
         """Draft for all sequences in step. Raises ``Cancelled`` while feeding a long history."""
-        chains = [_Chain(state, self._fitting(state, budget)) for state, budget in zip(sequences, budgets, strict=True)]
+        chains = [_Chain(state, self.room(state, budget)) for state, budget in zip(sequences, budgets, strict=True)]
         growing = [chain for chain in chains if chain.is_open]
         rows = self._catch_up(growing)
         while growing:
@@ -84,6 +84,20 @@ class ModelDrafter:
             growing = [chain for chain in growing if chain.is_open]
             rows = self._step(growing)
         return [self._finished(chain) for chain in chains]
+
+    def room(self, state: SequenceState, budget: int) -> int:
+        """The part of ``budget`` that the draft's own context and vocabulary allow.
+
+        Drafting k tokens puts the committed tokens and k - 1 drafted ones into the draft's cache.
+        """
+        n_past = self._engine.n_past(state.id)
+        if any(token >= self._engine.n_vocab for token in state.tokens[n_past:]):
+            return 0
+        return min(budget, self._engine.n_ctx - len(state.tokens) + 1)
+
+    def n_lacking(self, sequence: SequenceState) -> int:
+        """Committed tokens that the draft's cache does not hold yet."""
+        return len(sequence.tokens) - self._engine.n_past(sequence.id)
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Keep what the target confirmed of the drafted tokens in the cache; roll the rest back."""
@@ -109,16 +123,6 @@ class ModelDrafter:
         """Empty the sequence's cache."""
         self._drafted.pop(sequence.id, None)
         self._engine.rollback(sequence.id, 0)
-
-    def _fitting(self, state: SequenceState, budget: int) -> int:
-        """The part of ``budget`` that the draft's own context and vocabulary allow.
-
-        Drafting k tokens puts the committed tokens and k - 1 drafted ones into the draft's cache.
-        """
-        n_past = self._engine.n_past(state.id)
-        if any(token >= self._engine.n_vocab for token in state.tokens[n_past:]):
-            return 0
-        return min(budget, self._engine.n_ctx - len(state.tokens) + 1)
 
     def _catch_up(self, chains: Sequence[_Chain]) -> list[Row]:
         """Feed what the caches lack, all of it but the last batch without rows; the rows that start the drafts."""
@@ -151,7 +155,7 @@ class ModelDrafter:
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
         row = row[: self._n_vocab]
-        if self._p_min > 0 or self._pacer is not None:
+        if self._p_min > 0 or self.pacer is not None:
             confidence = top_probability(row)
             may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
             if may_stop and not self._may_draw(chain, confidence):
@@ -162,21 +166,17 @@ class ModelDrafter:
         choice = self._chooser.choose(row, chain.state, position)
         chain.ids.append(choice.token)
         chain.distributions.append(choice.distribution)
-        if self._pacer is not None:
-            self._pacer.take(1)
+        if self.pacer is not None:
+            self.pacer.take(1)
         chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids and self._may_step(chain)
 
     def _may_draw(self, chain: _Chain, confidence: float) -> bool:
         if confidence < self._p_min:
             return False
-        return self._pacer is None or self._pacer.may_draw(chain.confidence, confidence)
+        return self.pacer is None or self.pacer.may_draw(chain.confidence, confidence)
 
     def _may_step(self, chain: _Chain) -> bool:
-        return self._pacer is None or len(chain.ids) < self._n_min or self._pacer.may_step(chain.confidence)
-
-    def n_lacking(self, sequence: SequenceState) -> int:
-        """Committed tokens that the draft's cache does not hold yet."""
-        return len(sequence.tokens) - self._engine.n_past(sequence.id)
+        return self.pacer is None or len(chain.ids) < self._n_min or self.pacer.may_step(chain.confidence)
 
     def _finished(self, chain: _Chain) -> Draft:
         is_short = len(chain.ids) < self._n_min

@@ -1,0 +1,280 @@
+"""What the controller has learned: what passes cost, and how often a draft is right.
+
+Pure: told times and outcomes, it knows no clock and no model. Costs are in units of a one-token target pass.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+N_SAMPLES = 9  # recent times whose median counts: four slow moments among them change nothing
+N_TRUSTED = 3  # samples that make a width's cost one to go by, and that one kept from an earlier run stands for
+DOUBT = 1.5  # a first time this many times the cost of the same tokens in shorter passes must repeat to be believed
+DEFAULT_SLOPE = 0.25  # units per token of a pass while only v(1) is known
+DEFAULT_C = 0.2
+MIN_FEED = 8  # tokens: what fewer cost is lost in the noise of the step they come with
+FEED_SHARE = 0.15  # of c, per fed token, until measured
+MAX_KEPT = 100.0  # units: a kept c or feed above it is damage
+CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # upper edges of bins; the last bin is above
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0  # before anything was judged
+BIN_MEMORY = 0.97  # per observation: the last 33 of each confidence count
+MAX_TRIES = 1.01 / (1 - BIN_MEMORY)
+MEAN_MEMORY = 0.85  # per observation: the last 7 count, which follows a change of text within a few rounds
+
+
+class CostModel:
+    """Robust running estimates of v(n), of c, and of feeding a draft's cache with what it lacks.
+
+    The level is what the machine does now: the median of recent times, each divided by its width's relative cost. A
+    slow moment or a growing context moves it. What is learned per width, one token included, is the ratio to the
+    level of other widths, where these are most of what was seen lately; alone, a width tells of the level only.
+    """
+
+    def __init__(self) -> None:
+        self.c = DEFAULT_C  # units of a draft step
+        self.knows_c = False  # whether that is measured, here or in an earlier run
+        self.feed: float | None = None  # units per token fed beyond the second; None: not measured
+        self._level: deque[tuple[int, float]] = deque(maxlen=N_SAMPLES)  # width, seconds / relative cost
+        self._samples: dict[int, deque[float]] = {1: _kept(1.0)}
+        self._relative: dict[int, float] = {1: 1.0}
+        self._v: dict[int, float] = {}  # v(n) as asked for since the last change
+        self._steps: deque[float] = deque(maxlen=N_SAMPLES)
+        self._feeds: deque[float] = deque(maxlen=N_SAMPLES)
+
+    @property
+    def unit_s(self) -> float | None:
+        """Seconds of a one-token target pass, now; None before any pass."""
+        return _middle(level_s for _width, level_s in self._level) * self._relative[1] if self._level else None
+
+    def observe_pass(self, n_tokens: int, seconds: float) -> None:
+        """A target pass over ``n_tokens`` took ``seconds``, the host's share of the round included."""
+        if n_tokens < 1 or not 0 < seconds < math.inf:
+            return
+        slot = _slot(n_tokens)
+        guess = self._interpolated(slot)
+        seconds *= guess / self._interpolated(n_tokens)
+        samples = self._samples.setdefault(slot, deque(maxlen=N_SAMPLES))
+        is_trusted = len(samples) >= N_TRUSTED
+        others = [level_s for width, level_s in self._level if width != slot]
+        if 2 * len(others) > len(self._level):
+            samples.append(seconds / _middle(others))
+            if len(samples) == 1 and samples[0] > DOUBT * self._at_most(slot):
+                samples.append(guess)
+            self._relative[slot] = _middle(samples)
+            self._v.clear()
+        if is_trusted or not self._level:
+            self._level.append((slot, seconds / guess))
+
+    def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
+        """``n_steps`` draft passes, the first of which fed ``n_lacking`` tokens, took ``seconds``."""
+        unit_s = self.unit_s
+        if unit_s is None or n_steps < 1 or not 0 <= seconds < math.inf:
+            return
+        units = seconds / unit_s
+        if n_lacking <= 2:
+            self._steps.append(units / n_steps)
+            self.c, self.knows_c = _middle(self._steps), True
+        elif n_lacking >= MIN_FEED:
+            self._feeds.append(max(0.0, units - n_steps * self.c) / (n_lacking - 2))
+            self.feed = _middle(self._feeds)
+
+    def draft_cost(self, n_steps: int, n_lacking: int) -> float:
+        """Units of ``n_steps`` draft passes, the first of which feeds ``n_lacking`` tokens."""
+        return n_steps * self.c + (self.catch_up(n_lacking) if n_steps > 0 else 0.0)
+
+    def catch_up(self, n_lacking: int) -> float:
+        """Units of feeding ``n_lacking`` tokens, beyond the draft step that they come with."""
+        return max(0, n_lacking - 2) * (FEED_SHARE * self.c if self.feed is None else self.feed)
+
+    def v(self, n_tokens: int) -> float:
+        """Units of a pass over ``n_tokens``: measured, or on the line between measured neighbours; at least 1."""
+        found = self._v.get(n_tokens)
+        if found is None:
+            found = self._v[n_tokens] = max(1.0, self._interpolated(n_tokens) / self._relative[1])
+        return found
+
+    def n_samples(self, n_tokens: int) -> int:
+        """How many times v(n) rests on."""
+        return len(self._samples.get(_slot(n_tokens), ()))
+
+    def _interpolated(self, n: int) -> float:
+        curve = self._relative
+        if n in curve:
+            return curve[n]
+        widths = sorted(curve)
+        i = bisect_left(widths, n)
+        below = widths[i - 1]
+        if i == len(widths):
+            slope = max(0.0, curve[below] - curve[1]) / (below - 1) if below > 1 else DEFAULT_SLOPE * curve[1]
+            return curve[below] + slope * (n - below)
+        above = widths[i]
+        return curve[below] + (n - below) / (above - below) * (curve[above] - curve[below])
+
+    def _at_most(self, n: int) -> float:
+        """The relative cost of ``n`` tokens in passes of the next smaller width that was measured."""
+        below = max((width for width in self._relative if width < n), default=1)
+        return self._relative[below] * n / below
+
+    def break_even(self, k_max: int, n_active: int = 1, c: float | None = None) -> float | None:
+        """The acceptance above which some draft of at most ``k_max`` tokens pays; None if not even 1 does."""
+        step, base = (self.c if c is None else c) / n_active, self.v(n_active)
+        units = [k * step + self.v(n_active + k) - base for k in range(1, k_max + 1)]
+
+        def pays(acceptance: float) -> bool:
+            tokens, survival = 0.0, 1.0
+            for extra in units:
+                survival *= acceptance
+                tokens += survival
+                if tokens * base > n_active * extra:
+                    return True
+            return False
+
+        low, high = 0.0, 1.0
+        if not pays(high):
+            return None
+        while high - low > 0.001:
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
+
+    def as_dict(self) -> dict[str, object]:
+        """What is measured, here or in an earlier run: v by width (as text, for JSON), c, feed."""
+        curve = {str(n): self.v(n) for n in sorted(self._relative)}
+        return {"v": curve, "c": self.c if self.knows_c else None, "feed": self.feed}
+
+    def restore(self, kept: object) -> bool:
+        """Start from the ``as_dict`` of an earlier run; whether it made sense. New times soon outvote it."""
+        if not isinstance(kept, Mapping) or not isinstance(kept.get("v"), Mapping):
+            return False
+        relative = {1: 1.0}
+        for key, value in kept["v"].items():
+            v, is_width = number(value), isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5
+            if not is_width or v is None or not 1 <= v <= 2 * int(key):
+                return False
+            relative[int(key)] = v
+        if len(relative) < 2 or relative[1] != 1:
+            return False
+        self._relative = relative
+        self._samples = {n: _kept(v) for n, v in relative.items()}
+        self._v.clear()
+        c, feed = number(kept.get("c"), MAX_KEPT), number(kept.get("feed"), MAX_KEPT)
+        if c is not None:
+            self.c, self.knows_c, self._steps = c, True, _kept(c)
+        if feed is not None:
+            self.feed, self._feeds = feed, _kept(feed)
+        return True
+
+
+class Acceptance:
+    """The chance that a draft model's token is accepted, given the ones before it: by its confidence, and lately."""
+
+    def __init__(self) -> None:
+        self.mean = PRIOR_ACCEPTANCE
+        self._hits = [0.0] * (len(CONFIDENCES) + 1)
+        self._tries = [0.0] * (len(CONFIDENCES) + 1)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any draft was judged, here or in an earlier run."""
+        return sum(self._tries) > 0
+
+    def at(self, confidence: float) -> float:
+        """The calibrated chance for one confidence."""
+        i = bisect_left(CONFIDENCES, confidence)
+        prior = 0.5 * (confidence + self.mean)
+        return (PRIOR_WEIGHT * prior + self._hits[i]) / (PRIOR_WEIGHT + self._tries[i])
+
+    def look(self, confidence: float) -> None:
+        """A row was seen and nothing drawn from it: that tells of the text as well."""
+        self.mean = MEAN_MEMORY * self.mean + (1 - MEAN_MEMORY) * self.at(confidence)
+
+    def observe(self, confidences: Sequence[float], n_accepted: int) -> None:
+        """A draft was judged: right up to the first rejection, wrong there, unknown behind it."""
+        for i, confidence in enumerate(confidences[: n_accepted + 1]):
+            hit = float(i < n_accepted)
+            news = 0.5 * (hit + self.at(confidence))  # the calibrated chance is less noisy than one coin
+            self.mean = MEAN_MEMORY * self.mean + (1 - MEAN_MEMORY) * news
+            at = bisect_left(CONFIDENCES, confidence)
+            self._hits[at] = BIN_MEMORY * self._hits[at] + hit
+            self._tries[at] = BIN_MEMORY * self._tries[at] + 1.0
+
+    def as_dict(self) -> dict[str, object]:
+        """What is kept between runs: accepted and judged tokens by confidence, forgetting."""
+        return {"hits": list(self._hits), "tries": list(self._tries)}
+
+    def restore(self, kept: object) -> bool:
+        """Start from the ``as_dict`` of an earlier run; whether it made sense and had seen anything."""
+        if not isinstance(kept, Mapping):
+            return False
+        hits, tries = (numbers(kept.get(name), MAX_TRIES) for name in ("hits", "tries"))
+        if len(hits) != len(self._hits) or len(tries) != len(self._tries) or not sum(tries) > 0:
+            return False
+        if any(hit > n for hit, n in zip(hits, tries, strict=True)):
+            return False
+        self._hits, self._tries = hits, tries
+        self.mean = (PRIOR_WEIGHT * PRIOR_ACCEPTANCE + sum(hits)) / (PRIOR_WEIGHT + sum(tries))
+        return True
+
+
+class Profit(NamedTuple):
+    """What model drafts add to a round of one sequence."""
+
+    tokens: float
+    units: float
+
+    def moved(self, news: Profit, memory: float) -> Profit:
+        """The running mean with ``news`` in it."""
+        return Profit(*(memory * old + (1 - memory) * new for old, new in zip(self, news, strict=True)))
+
+    @classmethod
+    def restored(cls, kept: object, k_max: int) -> Profit | None:
+        """An earlier run's, as JSON; None if it makes no sense for drafts of up to ``k_max`` tokens."""
+        kept = numbers(kept, MAX_KEPT)
+        return cls(*kept) if len(kept) == 2 and kept[0] <= k_max else None
+
+
+def survivors(chances: Sequence[float]) -> float:
+    """Tokens that stand on average, given the chance of each behind the ones before."""
+    tokens, survival = 0.0, 1.0
+    for chance in chances:
+        survival *= chance
+        tokens += survival
+    return tokens
+
+
+def _kept(value: float) -> deque[float]:
+    """Samples that stand for a value of which nothing else is kept."""
+    return deque([value] * N_TRUSTED, N_SAMPLES)
+
+
+def _slot(n_tokens: int) -> int:
+    """The width that stands for ``n_tokens``: itself up to 17, then 8 per octave, or batches would never repeat one."""
+    if n_tokens <= 17:
+        return n_tokens
+    step = 1 << (n_tokens.bit_length() - 4)
+    return (n_tokens + step // 2) // step * step
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The median; of two values the lower, since what disturbs a time makes it longer."""
+    values = sorted(values)
+    half = len(values) // 2
+    if len(values) % 2:
+        return values[half]
+    return values[0] if half == 1 else 0.5 * (values[half - 1] + values[half])
+
+
+def number(value: object, highest: float = 1e9) -> float | None:
+    """``value`` as a float if it is a number in [0, ``highest``], or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= highest
+    return float(value) if is_number else None  # type: ignore[arg-type]
+
+
+def numbers(values: object, highest: float = 1e9) -> list[float]:
+    """The numbers in [0, ``highest``] of a list; empty if it is none or holds anything else."""
+    found = [number(value, highest) for value in values] if isinstance(values, list | tuple) else []
+    return [] if None in found else [value for value in found if value is not None]
