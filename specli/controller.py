@@ -7,8 +7,9 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
     rate R       tokens per unit that is reachable now: what recent rounds brought, at least plain decoding's
     value        expected extra tokens - R * extra units; the best value wins: a draft model, the text itself, nobody
     n-gram       the chances of its tokens are known beforehand, so is the length that is worth most
-    draft model  what its last drafts brought and cost; how far it grows, its own confidence decides on the way: on
-                 while some longer draft, not just the next token, has more expected extra tokens than R * extra units
+    draft model  what its last drafts brought and cost, or what its acceptance lately lets expect, whichever is more;
+                 how far it grows, its own confidence decides on the way: on while some longer draft, not just the
+                 next token, has more expected extra tokens than R * extra units
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
                  cap: on an empty account it does not draft, so whatever the estimates say, no more than that is lost
     probe        what is not in use is tried again, the sooner the less it may lose
@@ -26,9 +27,8 @@ from specli.estimates import Acceptance, CostModel, Profit, number, survivors
 from specli.record import Kind, Outcome, Plan, Record
 
 ALLOWANCE = 0.01  # of the time may be lost
-CREDIT = 3.0  # units that a cold start may lose
+CREDIT = 3.0  # units that a cold start may lose, and the most that a warm one finds in its account
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
-MAX_CARRIED = 1.5  # units of it in the next run
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
 HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve
@@ -90,11 +90,11 @@ class Controller:
         if ngram and budget > 0:
             values["ngram"] = self._best(ngram[:budget], 0.0, self._width + self._next)
         if n_lacking is not None and budget > 0:
-            catch_up = self.costs.catch_up(n_lacking)
+            catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
             self._catch_up += catch_up
             if self._may_spend():
-                profit = self._profit or self._foreseen()
-                values["draft"] = profit.tokens - self.rate * (profit.units + catch_up / HORIZON), budget
+                worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
+                values["draft"] = worth - self.rate * catch_up / HORIZON, budget
         best = max(values, key=lambda kind: values[kind][0])
         kind = self._probe(values, best, catch_up) or best
         if kind == "draft":
@@ -103,13 +103,11 @@ class Controller:
         return Plan(kind, values[kind][1])
 
     def _may_spend(self) -> bool:
-        """Whether the account lets a model draft. Once it is known what drafts bring, catching up is on credit."""
-        if self._n_drafts < N_COLD:
-            return self._account > self._catch_up
-        return self._account + self._owed > 0
+        """Whether the account lets a model draft. Catching up is on credit once it is known what drafts bring."""
+        return self._account + self._owed > (self._catch_up if self._n_drafts < N_COLD else 0)
 
     def _foreseen(self) -> Profit:
-        """The profit of model drafts before there were any."""
+        """The profit of model drafts by their mean acceptance lately, at the best length."""
         width, step, mean = self._n_active, self.costs.c / self._n_active, self.acceptance.mean
         _value, k = self._best([mean] * self.k_max, step, width)
         return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
@@ -247,7 +245,7 @@ class Controller:
             return "even certain acceptance would not pay"
         if acceptance < break_even:
             return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
-        if self._catch_up > profit.tokens - self._plain_rate * profit.units > 0:
+        if self._catch_up > profit.worth(self._plain_rate) > 0:
             return f"the draft lags behind; to catch up costs {self._catch_up:.1f} target passes"
         return "drafts had cost more than they brought"
 
@@ -295,5 +293,5 @@ class Controller:
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c
-            self._account = min(account, MAX_CARRIED) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
+            self._account = min(account, CREDIT) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
         return has_costs

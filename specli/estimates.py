@@ -21,7 +21,7 @@ FEED_SHARE = 0.15  # of c, per fed token, until measured
 MAX_KEPT = 100.0  # units: a kept c or feed above it is damage
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # upper edges of bins; the last bin is above
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0  # before anything was judged
-BIN_MEMORY = 0.97  # per observation: the last 33 of each confidence count
+BIN_MEMORY = 0.93  # per observation: the last 14 of each confidence count
 MAX_TRIES = 1.01 / (1 - BIN_MEMORY)
 MEAN_MEMORY = 0.85  # per observation: the last 7 count, which follows a change of text within a few rounds
 
@@ -225,6 +225,10 @@ class Profit(NamedTuple):
 
     tokens: float
     units: float
+
+    def worth(self, rate: float) -> float:
+        """Tokens beyond those that ``rate`` (tokens per unit) makes of the same time."""
+        return self.tokens - rate * self.units
 
     def moved(self, news: Profit, memory: float) -> Profit:
         """The running mean with ``news`` in it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from support import CommandLine, settings
@@ -227,6 +229,24 @@ def test_a_margin_is_what_plain_decoding_saw(session):
             assert runner.margin(prompt, tokens, at, tokens[at]) == 0
             assert runner.margin(prompt, tokens, at, tokens[at] + 1) > 0
     assert session.engine.n_past(0) == 0
+
+
+def resident_bytes() -> int:
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"), re.MULTILINE)
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+def test_j14_memory_does_not_grow_with_requests(tiny_model):
+    options = settings(tiny_model(), type="ngram", n_max=4, fixed=True, model={"n_ctx": 256})
+    grown = []
+    with Session(options) as session, Runner(session, 64, raw=True) as runner:
+        for i in range(200):
+            prompt = Prompt("w", f"w {i}", " ".join(chr(97 + (i * 7 + j) % 26) for j in range(8)))
+            runner.decode(prompt, Setting("ngram", 4, 0.0, "greedy"), i)
+            if i in (49, 199):
+                grown.append(resident_bytes())
+    assert grown[1] - grown[0] < 4 << 20
 
 
 @pytest.mark.model

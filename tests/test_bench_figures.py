@@ -210,6 +210,16 @@ def test_break_even_is_the_acceptance_at_which_a_round_brings_what_it_costs():
     assert "acceptance is too low (2%, 20% would break even)" in report.reasons(found.cells[0])[0]
 
 
+def test_the_best_is_the_surest_where_there_is_enough_to_tell(fast):
+    first, second = (dataclasses.replace(cell) for cell in fast.cells[:2])
+    sure = dataclasses.replace(first, speedup=Estimate(1.2, 1.15, 1.25))
+    lucky = dataclasses.replace(second, speedup=Estimate(1.5, 0.8, 2.8))
+    assert report.best([sure, lucky]) is sure
+    few = dataclasses.replace(lucky, pairs=lucky.pairs[:3])  # its interval says little of anything
+    assert report.best([sure, few]) is few
+    assert report.best([]) is None
+
+
 def test_flags_of_settings():
     assert advice.setting_flags(Setting("auto", None, 0.8, "block")) == []
     assert advice.setting_flags(Setting("ngram", 8, 0.0, "greedy")) == [

@@ -18,7 +18,7 @@ from support import HANG_S, CommandLine
 
 from specli import __version__
 from specli.cli.arguments import LACKING, REMOVED
-from specli.cli.main import app
+from specli.cli.main import application
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and descriptors")
 KEYS = {
@@ -252,7 +252,7 @@ def test_the_version_names_both_parts(specli):
 def test_help_mentions_every_option_and_command(specli):
     import typer
 
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(application())
     for arguments in (("--help",), ("-h",), ()):
         run = specli(*arguments)
         assert (run.code, run.err) == (0, "")

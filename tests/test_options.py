@@ -27,7 +27,7 @@ import specli as package
 from specli.chat import Message
 from specli.cli import arguments, values
 from specli.cli.arguments import FORMER_FLAGS, LACKING, REMOVED
-from specli.cli.main import app
+from specli.cli.main import application
 from specli.config import KvOverride, Lora, ModelOptions, PlacementOptions, TemplateOptions
 from specli.engine.chat_templates import builtin_templates
 from specli.engine.devices import buffer_types, describe_devices, list_devices
@@ -128,7 +128,7 @@ EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # common.h
 @pytest.fixture(scope="module")
 def command():
     """``specli run`` as Typer made it."""
-    return typer.main.get_command(app).commands["run"]
+    return typer.main.get_command(application()).commands["run"]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def parse(tiny_model, monkeypatch):
     def parse(*argv: str, prompt: bool = True):
         base = ["-m", str(tiny_model()), "-md", "draft.gguf"]
         given = [*base, *(("-p", "hi") if prompt else ()), *argv]
-        main = typer.main.get_command(app)
+        main = typer.main.get_command(application())
         arguments.check(given, main.commands["run"].params)
         main.main(args=["run", *given], prog_name="specli", standalone_mode=False)
         settings, answer, *_ = seen.pop()
@@ -785,4 +785,4 @@ if __name__ == "__main__":
     text = README.read_text("utf-8")
     old = re.search(r"\| option \| variable \| default \|\n(\|.*\n)+", text)
     assert old is not None
-    README.write_text(text.replace(old[0], table(typer.main.get_command(app).commands["run"]) + "\n"), "utf-8")
+    README.write_text(text.replace(old[0], table(typer.main.get_command(application()).commands["run"]) + "\n"), "utf-8")

@@ -25,7 +25,8 @@ class Advice:
     @property
     def words(self) -> str:
         """One line."""
-        verdict = VERDICTS[self.cell.verdict]
+        is_known = self.cell.speedup.interval is not None
+        verdict = VERDICTS[self.cell.verdict] if is_known else "too little to tell"
         why = f": {' and '.join(self.why_not[:2])}" if self.why_not else ""
         return f"{self.title}: {label(self.cell.setting)}, {times(self.cell)}, {verdict}{why}"
 
@@ -45,12 +46,14 @@ class Conclusion:
         n, n_pays = len(self.advice), sum(advice.cell.verdict == "pays" for advice in self.advice)
         if not n:
             return "nothing was measured, so there is nothing to say"
-        where = "the workload" if n == 1 else f"all {n} workloads" if n_pays == n else f"{n_pays} of {n} workloads"
+        word = "workload" if n == len({advice.cell.workload for advice in self.advice}) else "case"
         if n_pays:
+            where = f"the {word}" if n == 1 else f"all {n} {word}s" if n_pays == n else f"{n_pays} of {n} {word}s"
             return f"speculation pays here for {where} with the right setting"
         if all(advice.cell.verdict == "costs" for advice in self.advice):
-            return f"speculation does not pay here: the best setting of {_each(n)} is slower than plain decoding"
-        return f"no setting is surely faster than plain decoding here, for {_none(n)}"
+            every = f"the {word}" if n == 1 else f"every {word}"
+            return f"speculation does not pay here: the best setting of {every} is slower than plain decoding"
+        return f"no setting is surely faster than plain decoding here, for {'the' if n == 1 else 'any'} {word}"
 
     @property
     def words(self) -> list[str]:
@@ -122,12 +125,9 @@ def label(setting: Setting) -> str:
 def times(cell: Cell) -> str:
     """A speedup with its interval: ``1.52 × (1.40 to 1.63)``."""
     ends = cell.speedup.interval
-    return f"{cell.speedup.value:.2f} ×" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else " (one pair)")
+    return f"{cell.speedup.value:.2f} ×" + (f" ({bounded(ends[0])} to {bounded(ends[1])})" if ends else " (one pair)")
 
 
-def _each(n: int) -> str:
-    return "the workload" if n == 1 else "every workload"
-
-
-def _none(n: int) -> str:
-    return "the workload" if n == 1 else "any workload"
+def bounded(ratio: float) -> str:
+    """Two decimals; what two or three prompts cannot tell need not be told to the digit."""
+    return "<0.1" if ratio < 0.1 else ">10" if ratio > 10 else f"{ratio:.2f}"

@@ -54,8 +54,8 @@ def _figure(report: Report) -> Figure:
     from matplotlib.figure import Figure
 
     workloads = list(dict.fromkeys(cell.workload for cell in report.cells))
-    n_rows, n_columns = math.ceil(len(workloads) / _COLUMNS), min(_COLUMNS, max(2, len(workloads)))
-    figure = Figure(figsize=(3.0 * n_columns + 1.0, 2.6 * n_rows + 3.7), layout="constrained")
+    n_rows, n_columns = math.ceil(len(workloads) / _COLUMNS), min(_COLUMNS, len(workloads))
+    figure = Figure(figsize=(max(9.0, 3.0 * n_columns + 1.0), 2.6 * n_rows + 3.7), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.6 * n_rows + 0.3, 3.4], squeeze=False)[:, 0]
     axes = upper.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     styles = _line_styles(report.cells)
@@ -68,6 +68,7 @@ def _figure(report: Report) -> Figure:
         axis.set_title(TITLES.get(workloads[i], workloads[i]), fontsize=10, loc="left")
         if i % n_columns == 0:
             axis.set_ylabel("speedup over plain")
+        axis.set_ylim(0, 1.2 * max(1.2, *(cell.speedup.value for cell in report.cells)))  # bands may leave the picture
         if i + n_columns >= len(workloads):
             axis.set_xlabel("draft length K, tokens")
     upper.suptitle(_title(report) + "\n", fontsize=9, color=_GREY)
@@ -137,7 +138,8 @@ def _legend(figure: object, cells: Sequence[Cell], styles: Mapping[tuple[float, 
 
 def _acceptance(axis: Axes, cells: Sequence[Cell]) -> None:
     """Acceptance by position at the longest fixed length: thin lines are workloads, the thick one their mean."""
-    axis.set_title("acceptance by position, at the longest K (thin: each workload)", fontsize=10, loc="left")
+    several = " (thin: each workload)" if len({cell.workload for cell in cells}) > 1 else ""
+    axis.set_title(f"acceptance by position{several}", fontsize=10, loc="left")
     longest = 1
     for drafter in ("draft", "ngram"):
         own = [cell for cell in cells if cell.setting.drafter == drafter and cell.setting.k]
@@ -163,18 +165,19 @@ def _costs(axis: Axes, report: Report) -> None:
     curve = report.costs.curve
     widths = sorted(curve)
     axis.plot(widths, [curve[n] for n in widths], color="black", marker="o", markersize=4, label="v(n): target pass")
-    c = report.costs.c
+    c, highest = report.costs.c, max(curve.values())
     drafted = sorted({1 + (cell.setting.k or 0) for cell in report.cells if cell.setting.drafter == "draft"} - {1})
     priced = [n for n in drafted if n in curve]
     if c is not None and priced:
         totals = [curve[n] + (n - 1) * c for n in priced]
+        highest = max(highest, *totals)
         axis.plot(
             priced, totals, color=_COLORS["draft"], marker="s", markersize=4, label=f"with the draft, c = {c:.2f}"
         )
     end = max(widths[-1], 2)
     axis.plot([1, end], [1, end], color=_GREY, linestyle=":", linewidth=1, label="n: nothing to gain above")
     axis.axhline(1.0, color=_GREY, linewidth=0.8)
-    axis.set_ylim(0, max(1.5, 1.15 * max(curve.values())))
+    axis.set_ylim(0, max(1.5, 1.1 * highest))
     axis.set_xlabel("tokens in the pass")
     axis.grid(axis="y", alpha=0.25)
     axis.legend(frameon=False, loc="upper left", fontsize=8)

@@ -18,7 +18,7 @@ from statistics import fmean, geometric_mean
 from typing import Literal
 
 from specli.bench.harness import Run, Setting, Trial
-from specli.bench.statistics import Estimate, Pair, median, quantiles, speedup
+from specli.bench.statistics import FEW, Estimate, Pair, median, quantiles, speedup
 from specli.stats import Stats
 
 LEVELS = (0.50, 0.95, 0.99)  # of latencies
@@ -117,8 +117,8 @@ class Cell:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the interval says that it pays, that it costs, or neither."""
-        low, high = self.speedup.interval or (self.speedup.value, self.speedup.value)
+        """Whether the interval says that it pays, that it costs, or neither; one pair says nothing."""
+        low, high = self.speedup.interval or (1.0, 1.0)
         return "pays" if low > 1 else "costs" if high < 1 else "even"
 
 
@@ -302,9 +302,14 @@ def _identity(setting: Setting, trials: Sequence[Trial], differences: Sequence[D
 
 
 def best(candidates: Sequence[Cell]) -> Cell | None:
-    """The cell whose speedup is surest: the highest lower end, the highest value where there is no interval."""
+    """The cell with the best speedup to count on: by the interval's lower end; by the value where prompts are few."""
     drafting = [cell for cell in candidates if cell.setting.drafter != "none"]
-    return max(drafting, key=lambda cell: (cell.speedup.low or cell.speedup.value, cell.speedup.value), default=None)
+    are_few = any(cell.n_prompts < FEW for cell in drafting)
+    return max(
+        drafting,
+        key=lambda cell: cell.speedup.value if are_few or cell.speedup.low is None else cell.speedup.low,
+        default=None,
+    )
 
 
 def reasons(cell: Cell) -> list[str]:

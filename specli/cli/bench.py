@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specli.bench.workloads import Prompt
     from specli.render.base import Renderer
 
+_RESERVE_S, _RESERVE = 5.0, 0.03  # of the time budget, for what comes before and after the runs
 FORMATS = ("table", "md", "json", "jsonl", "csv")
 WHAT, RESULT = "What to measure", "Result"
 
@@ -225,15 +226,13 @@ def bench(
 
 def _without_draft(settings: Settings, options: BenchOptions) -> Settings:
     """``settings`` that load no more than the types asked for need."""
-    import dataclasses
-
     types = options.spec_types or ("auto",)
     kind = "auto" if {"draft", "auto"} & set(types) else "ngram" if "ngram" in types else "none"
     if "draft" in types:
         kind = "draft"
     if options.k_max == 0:
         kind = "none"
-    return dataclasses.replace(settings, speculation=dataclasses.replace(settings.speculation, type=kind))
+    return replace(settings, speculation=replace(settings.speculation, type=kind))
 
 
 def _measure(
@@ -251,7 +250,8 @@ def _measure(
 
     setup = Setup(settings.target, settings.draft, options.k_max, settings.names)
     flags = [*setup.flags(), *models.thread_flags(), *(["--exact"] if settings.exact else [])]
-    deadline_s = None if options.time_budget_s is None else started_s + options.time_budget_s
+    budget_s = options.time_budget_s
+    deadline_s = None if budget_s is None else started_s + budget_s - min(_RESERVE_S, _RESERVE * budget_s)
     n_prompts = len(prompts)
     with Session(settings, Hooks(console.progress, console.notice, interrupt)) as session:
         watch = Watch(lambda step: _show(step, console), console.notice, interrupt, deadline_s)

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
 
 from specli import __version__
 from specli.cli import arguments
-from specli.cli.bench import bench as bench_command
-from specli.cli.check_tokenizers import check_tokenizers as check_tokenizers_command
-from specli.cli.demo import demo as demo_command
-from specli.cli.models_command import app as models_app
-from specli.cli.plan import plan as plan_command
-from specli.cli.run import run as run_command
-from specli.cli.selftest import selftest as selftest_command
-from specli.cli.tune import tune as tune_command
 from specli.errors import SpecError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that the signal ended
 EXIT_INTERRUPTED = 130
 
-app = typer.Typer(
-    name="specli",
-    help="Exact speculative decoding for GGUF models: faster, never other words.",
-    add_completion=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_ABOUT = "Exact speculative decoding for GGUF models: faster, never other words."
+# Each command: the module and name of its function or group, and the summary that `specli --help` shows. Only the
+# command that was asked for is imported, so that asking for help costs no more than a bare Typer program.
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "run": ("run", "run", "Complete a prompt, or chat, faster with a draft, with the target's own words."),
+    "bench": ("bench", "bench", "Measure what speculation does to your model, prompts and machine."),
+    "selftest": ("selftest", "selftest", "Prove on your own files and machine that speculation changes nothing."),
+    "plan": ("plan", "plan", "Tell whether target and draft fit the memory at hand."),
+    "tune": ("tune", "tune", "Measure a pair once, keep the profile, and tell when drafting pays."),
+    "demo": ("demo", "demo", "Show what speculation does with two prompts on the default pair."),
+    "models": ("models_command", "app", "The pairs that specli knows, and their files."),
+    "check-tokenizers": (
+        "check_tokenizers",
+        "check_tokenizers",
+        "Tell whether a draft fits a target, from headers alone.",
+    ),
+}
 # The parser's exceptions live in click or, since Typer 0.26, in Typer itself: find the base through what is public.
 _PARSER_ERROR: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -45,23 +47,46 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Exact speculative decoding for GGUF models: faster, never other words."""
+    pass
 
 
-app.command("run")(run_command)
-app.command("bench")(bench_command)
-app.command("selftest")(selftest_command)
-app.command("plan")(plan_command)
-app.command("tune")(tune_command)
-app.command("demo")(demo_command)
-app.add_typer(models_app, name="models")
-app.command("check-tokenizers")(check_tokenizers_command)
+def _not_imported() -> None:
+    """Stands in ``specli --help`` for a command that was not asked for."""
+
+
+def application(asked: str | None = None) -> typer.Typer:
+    """The application with the command ``asked`` for, the others by name only; with all of them when None."""
+    app = typer.Typer(
+        name="specli",
+        help=_ABOUT,
+        add_completion=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(help=_ABOUT)(_root)
+    for name, (module, attribute, summary) in COMMANDS.items():
+        if asked is not None and name != asked:
+            app.command(name, help=summary)(_not_imported)
+            continue
+        command = getattr(importlib.import_module(f"specli.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, help=summary)
+        else:
+            app.command(name, short_help=summary)(command)
+    return app
+
+
+def _asked(argv: Sequence[str]) -> str | None:
+    """The command that ``argv`` names, "" if none; None when a shell asks for completion, which needs them all."""
+    if "_SPECLI_COMPLETE" in os.environ:
+        return None
+    return next((argument for argument in argv if argument in COMMANDS), "")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     show_traceback = "--debug" in argv
     try:
-        command = typer.main.get_command(app)
+        command = typer.main.get_command(application(_asked(argv)))
         _check_arguments(command, argv)
         code = command.main(args=list(argv) or ["--help"], prog_name="specli", standalone_mode=False)
         sys.stdout.flush()

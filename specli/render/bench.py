@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specli.bench.advice import label
+from specli.bench.advice import bounded, label
 from specli.bench.compare import Change, Comparison
 from specli.bench.document import Report
 from specli.bench.report import Cell, Spread, Verdict, best
@@ -22,7 +22,9 @@ from specli.render.base import is_terminal
 from specli.render.live import TerminalConsole, terminal_console
 
 NA = "–"
+USUAL_SETTING = 12  # characters of a setting's name that the columns' widths allow for
 PIPE_WIDTH = 120  # columns where no terminal sets them
+_LOAD = ("load_average_before", "logical_cores")
 _STYLES: dict[Verdict, str] = {"pays": "green", "costs": "red", "even": ""}
 
 
@@ -46,7 +48,7 @@ def print_report(stdout: TextIO, env: Mapping[str, str], report: Report, *, deta
                 console.print(Text(title, "bold"))
                 console.print(_table(report.cells, columns, console.width))
         console.print()
-        console.print(_costs(report, console.width))
+        console.print(Text(_cost_words(report), overflow="fold"))
         for line in _footnotes(report):
             console.print(Text(line, "dim"))
         console.print()
@@ -149,15 +151,18 @@ def new_table(*headings: str) -> Table:
 
 def _table(cells: Sequence[Cell], columns: Sequence[_Column], width: int) -> Table:
     """Rows under the name of their workload, plain decoding first."""
-    shown = [column for column in columns if column.width <= width]
+    longest = max((len(_setting(cell, cells)) for cell in cells), default=0)
+    room = width - max(0, longest - USUAL_SETTING)
+    shown = [column for column in columns if column.width <= room]
     table = new_table("", *(f"{column.heading}>" for column in shown))
+    table.columns[0].no_wrap = True
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.workload, []).append(cell)
     for workload, own in groups.items():
         table.add_row(Text(TITLES.get(workload, workload), "bold"))
         table.add_row("  plain", *(column.plain(own) for column in shown))
-        surest = max(own, key=lambda cell: cell.speedup.low or cell.speedup.value)
+        surest = best(own)
         for cell in own:
             style = ("bold " if cell is surest and cell.verdict == "pays" else "") + _STYLES[cell.verdict]
             first = Text(f"  {_setting(cell, cells)}", style.strip())
@@ -176,13 +181,10 @@ def _setting(cell: Cell, cells: Sequence[Cell]) -> str:
     words = [label(setting)]
     if len({other.setting.temperature for other in cells}) > 1:
         words.append(f"T {setting.temperature:g}")
-    if len({other.setting.verify for other in cells if other.setting.temperature > 0}) > 1:
+    verifiers = {other.setting.verify for other in cells if other.setting.temperature > 0}
+    if len(verifiers) > 1 and setting.temperature > 0:
         words.append(setting.verify)
     return " ".join(words)
-
-
-def _costs(report: Report, width: int) -> Text:
-    return Text(_cost_words(report), overflow="fold")
 
 
 def _cost_words(report: Report) -> str:
@@ -195,6 +197,10 @@ def _cost_words(report: Report) -> str:
 
 
 def _footnotes(report: Report) -> Iterator[str]:
+    hardware = report.circumstances.get("hardware")
+    load, cores = (hardware.get(name) if isinstance(hardware, Mapping) else None for name in _LOAD)
+    if isinstance(load, float) and isinstance(cores, int) and load > 0.5 * cores:
+        yield f"the machine was busy (load {load:.1f} on {cores} cores before the first run): measure again alone"
     if report.ending != "done":
         why = {"time": "the time was up", "interrupted": "it was interrupted"}[report.ending]
         yield f"{report.n_done} of {report.n_planned} runs were done when {why}; figures are of these"
@@ -221,7 +227,7 @@ def _percent(value: float | None) -> str:
 
 def _ratio(estimate: Estimate) -> str:
     ends = estimate.interval
-    return f"{estimate.value:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+    return f"{estimate.value:.2f}" + (f" [{bounded(ends[0])}, {bounded(ends[1])}]" if ends else "")
 
 
 def _same(cell: Cell) -> str:
