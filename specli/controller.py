@@ -95,8 +95,8 @@ class Controller:
             if self._may_spend():
                 worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
                 values["draft"] = worth - self.rate * catch_up / HORIZON, budget
-        best = max(values, key=lambda kind: values[kind][0])
-        kind = self._probe(values, best, catch_up) or best
+        kind = max(values, key=lambda kind: values[kind][0])
+        kind = self._probe(values, kind, catch_up) or kind
         if kind == "draft":
             self._next += 1
             self._owed += catch_up
@@ -122,6 +122,8 @@ class Controller:
             value = tokens - self.rate * (k * step + self.costs.v(width + k) - base)
             if value > best:
                 best, best_k = value, k
+            if survival < 0.03:  # who gets so far does not matter
+                break
         return best, best_k
 
     def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind, catch_up: float) -> Kind | None:
@@ -219,8 +221,8 @@ class Controller:
         units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
         saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units - catch_up
         self._account = min(MAX_ACCOUNT, self._account + saved)
-        tokens = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
-        news, weight = Profit(tokens, units), self._n_drafts + PRIOR_DRAFTS
+        added = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
+        news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
         self._profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
         self._usual = (self._usual or self._profit).moved(news, min(USUAL_MEMORY, weight / (weight + 1)))
         self._n_drafts += 1

@@ -28,7 +28,7 @@ def load_profile(path: Path) -> dict[str, object] | None:
     """The kept measurements, or None."""
     try:
         profile = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return profile if isinstance(profile, dict) and profile.get("format") == FORMAT else None
 

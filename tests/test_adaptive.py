@@ -5,6 +5,7 @@ Times are simulated: the engines count seconds, and the loop's clock is their su
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -294,6 +295,17 @@ TEXTS: dict[str, Callable[[int], float]] = {  # chance of acceptance at a positi
 }
 
 
+@functools.cache
+def _script(text: str, seed: int) -> tuple[list[int], list[int], list[float]]:
+    rng, n = np.random.default_rng([seed, 2]), 1100
+    mean = np.array([TEXTS[text](t) for t in range(n)])
+    chance = rng.beta(1.5 * mean, 1.5 * (1 - mean))
+    tokens = rng.integers(0, N_VOCAB, n)
+    others = np.where(rng.random(n) < chance, tokens, (tokens + 1) % N_VOCAB)
+    said = np.clip(chance + rng.normal(0, 0.05, n), 0.15, 0.985)  # what the draft believes of itself
+    return tokens.tolist(), others.tolist(), np.log(9 * said / (1 - said)).tolist()
+
+
 @dataclass(frozen=True)
 class World:
     """A pair with a text: what the target says, how often the draft agrees, what passes take (``noise``: of them)."""
@@ -310,13 +322,7 @@ class World:
 
     def script(self) -> tuple[list[int], list[int], list[float]]:
         """Per position: the target's token, the draft's, and the logit that the draft gives to its own."""
-        rng, n = np.random.default_rng([self.seed, 2]), 1100
-        mean = np.array([TEXTS[self.text](t) for t in range(n)])
-        chance = rng.beta(1.5 * mean, 1.5 * (1 - mean))
-        tokens = rng.integers(0, N_VOCAB, n)
-        others = np.where(rng.random(n) < chance, tokens, (tokens + 1) % N_VOCAB)
-        said = np.clip(chance + rng.normal(0, 0.05, n), 0.15, 0.985)  # what the draft believes of itself
-        return tokens.tolist(), others.tolist(), np.log(9 * said / (1 - said)).tolist()
+        return _script(self.text, self.seed)
 
     def engines(self) -> tuple[TableEngine, TableEngine]:
         rng, one = np.random.default_rng([self.seed, 1]), np.eye(N_VOCAB, dtype=np.float32)

@@ -785,4 +785,6 @@ if __name__ == "__main__":
     text = README.read_text("utf-8")
     old = re.search(r"\| option \| variable \| default \|\n(\|.*\n)+", text)
     assert old is not None
-    README.write_text(text.replace(old[0], table(typer.main.get_command(application()).commands["run"]) + "\n"), "utf-8")
+    README.write_text(
+        text.replace(old[0], table(typer.main.get_command(application()).commands["run"]) + "\n"), "utf-8"
+    )
