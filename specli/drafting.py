@@ -16,7 +16,8 @@ from specli.errors import Cancelled
 from specli.profile import load_profile, save_profile
 from specli.verify import Verifier
 
-CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 9, 17)  # tokens; at most 8 passes, the first also pays for page faults
+CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 8, 16)  # tokens, at the ends of kernel tiles; the first pays for page faults
+FEED = 17  # tokens: a catch-up of the draft, to tell a flat curve from a linear one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Drafting:
             if width <= longest:
                 controller.costs.observe_pass(width, self._pass_s(self.target, width))
         if self.draft is not None:
-            for _ in range(2):
-                controller.costs.observe_draft(1, 1, self._pass_s(self.draft, 1))
+            for n_lacking in (1, min(FEED, self.draft.n_batch, self.draft.n_ctx)):
+                controller.costs.observe_draft(1, n_lacking, self._pass_s(self.draft, n_lacking))
 
     def _pass_s(self, engine: Engine, width: int) -> float:
         if self.cancelled():

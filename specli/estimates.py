@@ -142,24 +142,29 @@ class CostModel:
         return high
 
     def as_dict(self) -> dict[str, object]:
-        """What is measured, here or in an earlier run: v by width (as text, for JSON), c, feed."""
-        curve = {str(n): self.v(n) for n in sorted(self._relative)}
-        return {"v": curve, "c": self.c if self.knows_c else None, "feed": self.feed}
+        """What is measured, here or in an earlier run: v by width (as text, for JSON), how often, c, feed."""
+        widths = sorted(self._relative)
+        return {
+            "v": {str(n): self.v(n) for n in widths},
+            "v_samples": {str(n): self.n_samples(n) for n in widths},
+            "c": self.c if self.knows_c else None,
+            "feed": self.feed,
+        }
 
     def restore(self, kept: object) -> bool:
         """Start from the ``as_dict`` of an earlier run; whether it made sense. New times soon outvote it."""
         if not isinstance(kept, Mapping) or not isinstance(kept.get("v"), Mapping):
             return False
-        relative = {1: 1.0}
+        relative, samples, counts = {1: 1.0}, {1: _kept(1.0)}, kept.get("v_samples")
         for key, value in kept["v"].items():
             v, is_width = number(value), isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5
             if not is_width or v is None or not 1 <= v <= 2 * int(key):
                 return False
-            relative[int(key)] = v
+            count = number(counts.get(key)) if isinstance(counts, Mapping) else None
+            relative[int(key)], samples[int(key)] = v, _kept(v, int(count or 1))
         if len(relative) < 2 or relative[1] != 1:
             return False
-        self._relative = relative
-        self._samples = {n: _kept(v) for n, v in relative.items()}
+        self._relative, self._samples = relative, samples
         self._v.clear()
         c, feed = number(kept.get("c"), MAX_KEPT), number(kept.get("feed"), MAX_KEPT)
         if c is not None:
@@ -250,9 +255,9 @@ def survivors(chances: Sequence[float]) -> float:
     return tokens
 
 
-def _kept(value: float) -> deque[float]:
-    """Samples that stand for a value of which nothing else is kept."""
-    return deque([value] * N_TRUSTED, N_SAMPLES)
+def _kept(value: float, n: int = N_TRUSTED) -> deque[float]:
+    """Samples that stand for a value that rests on ``n``: never many, so that new ones soon count."""
+    return deque([value] * min(n, N_TRUSTED), N_SAMPLES)
 
 
 def _slot(n_tokens: int) -> int:

@@ -41,7 +41,7 @@ def test_nothing_measured() -> None:
     assert costs.unit_s is None
     assert [costs.v(n) for n in (1, 2, 5)] == [1.0, 1.25, 2.0]
     assert not costs.knows_c
-    assert costs.as_dict() == {"v": {"1": 1.0}, "c": None, "feed": None}
+    assert costs.as_dict() == {"v": {"1": 1.0}, "v_samples": {"1": 3}, "c": None, "feed": None}
 
 
 def test_exact_times_give_exact_ratios() -> None:
@@ -579,7 +579,9 @@ def test_a_profile_brings_back_costs_and_acceptance() -> None:
     assert after.acceptance.mean == pytest.approx(0.8, abs=0.1)
     assert after._profit == pytest.approx(before._usual)
     assert after._account == min(before._account, CREDIT)  # a warm start gets no credit
-    assert kept_by(after)["costs"] == kept_by(before)["costs"]
+    costs = kept_by(before)["costs"]
+    few = {n: min(seen, 3) for n, seen in costs["v_samples"].items()}  # type: ignore[index]
+    assert kept_by(after)["costs"] == {**costs, "v_samples": few}  # type: ignore[dict-item]
 
 
 def test_new_times_outvote_a_profile() -> None:
@@ -591,6 +593,16 @@ def test_new_times_outvote_a_profile() -> None:
         controller.costs.observe_draft(1, 1, 0.5 * 0.4)
     assert controller.costs.v(4) == pytest.approx(1.15, rel=0.03)
     assert controller.costs.c == pytest.approx(0.4, rel=0.03)
+
+
+def test_a_width_that_was_measured_once_is_corrected_by_two_more_times_in_the_next_run() -> None:
+    first, second = Controller(8, costs_of({1: 1.0, 2: 2.4, 4: 2.0})), Controller(8)
+    assert second.restore(kept_by(first))
+    for _ in range(2):
+        second.costs.observe_pass(2, UNIT_S * 1.2)
+        second.costs.observe_pass(1, UNIT_S)
+        second.costs.observe_pass(1, UNIT_S)
+    assert second.costs.v(2) == pytest.approx(1.2, rel=0.01)
 
 
 def test_a_warm_start_knows_a_hopeless_draft_and_a_good_one() -> None:
@@ -638,6 +650,8 @@ DAMAGES: list[Callable[[dict[str, object]], object]] = [
     lambda kept: kept["costs"].update(v={}),  # type: ignore[attr-defined]
     lambda kept: kept["costs"].update(v={"0": 1.0, "1": 1.0, "2": 1.2}),  # type: ignore[attr-defined]
     lambda kept: kept["costs"].update(c=-1.0, feed="x"),  # type: ignore[attr-defined]
+    lambda kept: kept["costs"].update(v_samples=[3]),  # type: ignore[attr-defined]
+    lambda kept: kept["costs"].update(v_samples={"2": -1, "3": 1e9, "4": "x"}),  # type: ignore[attr-defined]
     lambda kept: kept["costs"].update(c=10**400, feed=1e30),  # type: ignore[attr-defined]
     lambda kept: kept["acceptance"].update(hits=[1.0]),  # type: ignore[attr-defined]
     lambda kept: kept["acceptance"].update(hits=[9.0] * 11, tries=[1.0] * 11),  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ def _print(controller: Controller, output: str) -> None:
         cost = costs.draft_cost(k, 1) + costs.v(1 + k)
         rows.append({"k": k, "v": costs.v(1 + k), "cost": cost, "break_even": break_even(k, cost)})
     if output == "json":
-        typer.echo(json.dumps({"break_even": rows, **controller.report()}, allow_nan=False))
+        typer.echo(json.dumps({**controller.report(), "lengths": rows}, allow_nan=False))
         return
     typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens: {controller.acceptance.mean:.2f}")
     typer.echo("  K  v(K+1)   cost  pays from acceptance")
