@@ -691,7 +691,7 @@ def check_loadable(header: GgufHeader, role: Role) -> tuple[GgufHeader, ...]:
         raise fault(header.path, f"the file is {found}", expected, advice or f"give {option} another file")
     _check_sizes(header)
     check_vocabulary(header)
-    _check_loading_vocabulary(header)
+    check_loading_vocabulary(header)
     headers = _shards(header)
     for shard in headers:
         _check_data_alignment(shard)
@@ -770,7 +770,7 @@ def check_vocabulary(header: GgufHeader) -> StringArray:
     return tokens
 
 
-def _check_loading_vocabulary(header: GgufHeader) -> None:
+def check_loading_vocabulary(header: GgufHeader) -> None:
     """Two faults of a vocabulary that llama.cpp meets only when it loads one."""
     if header.tokenizer_model in _BPE_MODELS and header.merges is None and header.tokenizer_pre != "kimi-k2":
         raise fault(

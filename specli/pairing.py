@@ -154,7 +154,7 @@ def _check_whole(header: GgufHeader, role: Role) -> Sequence[GgufHeader]:
     if not header.is_vocab_only:
         return gguf_file.check_loadable(header, role)
     gguf_file.check_vocabulary(header)
-    gguf_file._check_loading_vocabulary(header)
+    gguf_file.check_loading_vocabulary(header)
     return (header,)
 
 
@@ -238,7 +238,7 @@ def _open(model: Model, role: Role) -> Vocabulary | str:
 
     try:
         if model.fault is not None:  # perhaps one that llama.cpp does not survive
-            gguf_file._check_loading_vocabulary(model.header)
+            gguf_file.check_loading_vocabulary(model.header)
         return Vocabulary(model.header, model.vocab)
     except ModelLoadError as error:
         return f"the {role}'s vocabulary cannot be loaded ({error})"

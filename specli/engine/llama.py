@@ -20,6 +20,7 @@ from specli.config import Lora, ModelOptions
 from specli.engine.base import CacheLedger, CancelCheck, Evaluation, Rows, Slice
 from specli.engine.log import LOG
 from specli.engine.parameters import ModelParameters, context_length, context_params, physical_batch
+from specli.engine.vocabulary import tokenize
 from specli.errors import Cancelled, EngineError, ModelLoadError, RollbackUnsupported
 
 ProgressFunction = Callable[[float], None]  # a fraction in [0, 1]
@@ -104,14 +105,7 @@ class LlamaModel:
         ``add_special`` adds BOS and EOS as the file says; only with ``parse_special`` does control text in it become
         control tokens.
         """
-        data = text.encode("utf-8")
-        size = len(data) + 8
-        while True:
-            ids = (llama_cpp.llama_token * size)()
-            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, size, add_special, parse_special)
-            if n >= 0:
-                return list(ids[:n])
-            size = -n
+        return tokenize(self._vocab, text, add_special, parse_special)
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token, however many; control tokens are empty."""

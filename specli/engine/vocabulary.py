@@ -13,6 +13,18 @@ from specli.errors import EngineError, ModelLoadError
 from specli.vocab import VocabInfo
 
 
+def tokenize(vocab: object, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    """Token ids of ``text`` by llama.cpp's ``vocab`` pointer; the flags are ``llama_tokenize``'s."""
+    data = text.encode("utf-8")
+    size = len(data) + 8
+    while True:
+        ids = (llama_cpp.llama_token * size)()
+        n = llama_cpp.llama_tokenize(vocab, data, len(data), ids, size, add_special, parse_special)
+        if n >= 0:
+            return list(ids[:n])
+        size = -n
+
+
 class Vocabulary:
     """The tokenizer of one GGUF file (the first shard of a split one). Use it as a context manager."""
 
@@ -38,14 +50,7 @@ class Vocabulary:
         """Token ids of ``text`` alone: nothing is added, and control text in it stays text."""
         if self._handle is None:
             raise EngineError("the vocabulary was closed")
-        data = text.encode("utf-8")
-        size = len(data) + 8
-        while True:
-            ids = (llama_cpp.llama_token * size)()
-            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, size, False, False)
-            if n >= 0:
-                return list(ids[:n])
-            size = -n
+        return tokenize(self._vocab, text, False, False)
 
     def close(self) -> None:
         """Free it. Calling it twice is fine."""
