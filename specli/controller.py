@@ -209,7 +209,7 @@ class Controller:
         self._spent = RATE_MEMORY * self._spent + units
         self._account = min(MAX_ACCOUNT, self._account + ALLOWANCE * units)
         self._owed *= 1 - 1 / HORIZON
-        if self.costs.unit_s is not None:
+        if self.costs.is_measured:
             self.record.emitted += emitted
             self.record.predicted += sum(1 + self._expected(outcome) for outcome in outcomes)
             self.record.plain += units * self._plain_rate

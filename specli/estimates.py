@@ -48,7 +48,15 @@ class CostModel:
     @property
     def unit_s(self) -> float | None:
         """Seconds of a one-token target pass, now; None before any pass."""
-        return _middle(level_s for _width, level_s in self._level) * self._relative[1] if self._level else None
+        return self._unit_s() if self._level else None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was any pass in this run."""
+        return bool(self._level)
+
+    def _unit_s(self) -> float:
+        return _middle(level_s for _width, level_s in self._level) * self._relative[1]
 
     def observe_pass(self, n_tokens: int, seconds: float) -> None:
         """A target pass over ``n_tokens`` took ``seconds``, the host's share of the round included."""
@@ -71,9 +79,9 @@ class CostModel:
 
     def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
         """``n_steps`` draft passes, the first of which fed ``n_lacking`` tokens, took ``seconds``."""
-        unit_s = self.unit_s
-        if unit_s is None or n_steps < 1 or not 0 <= seconds < math.inf:
+        if n_steps < 1 or not self._level or not 0 <= seconds < math.inf:
             return
+        unit_s = self._unit_s()
         units = seconds / unit_s
         if n_lacking <= 2:
             self._steps.append(units / n_steps)

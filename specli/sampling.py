@@ -10,6 +10,7 @@ Sources: llama.cpp ``src/llama-sampler.cpp``; drafter-invariant noise: arXiv 240
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from specli.errors import EngineError
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Probs = NDArray[np.float64]
+
+_COLDEST = 1e-200  # a temperature over which no difference of float32 logits overflows a float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,7 @@ class Sampler:
         """The distribution that the chain leaves of ``row``, float32 ``(n_vocab,)``."""
         self._ban(row)
         ids, logits = self._truncated(row)
-        with np.errstate(over="ignore"):  # over a tiny temperature a difference is -inf: probability 0
-            weights = np.exp((logits - logits.max()) / self.temperature)
+        weights = np.exp((logits - logits.max()) / max(self.temperature, _COLDEST))
         order = ids.argsort()
         return Distribution(ids[order], (weights / weights.sum())[order])
 
@@ -134,12 +136,10 @@ def top_ids(row: Row, k: int) -> Ids:
     _require_finite(highest)
     candidates = np.flatnonzero(row >= floor if floor > -np.inf else row > floor)
     logits = row[candidates]
-    if candidates.size > k:
-        kth = np.partition(logits, candidates.size - k)[candidates.size - k]
-        above = candidates[logits > kth]
-        candidates = np.concatenate([above, candidates[logits == kth][: k - above.size]])
-        logits = row[candidates]
-    return candidates[np.lexsort((candidates, -logits))]
+    if candidates.size > 4 * k:
+        near = logits >= np.partition(logits, candidates.size - k)[candidates.size - k]
+        candidates, logits = candidates[near], logits[near]
+    return candidates[(-logits).argsort(kind="stable")[:k]]  # candidates rise, so ties go to the lowest id
 
 
 def top_probability(row: Row) -> float:
@@ -198,7 +198,7 @@ def _n_reaching(weights: Probs, mass: float) -> int:
 
 def _require_finite(logit: np.float32) -> None:
     """Raise ``EngineError`` when the highest logit is NaN or infinite: the numbers of this row mean nothing."""
-    if not np.isfinite(logit):
+    if not math.isfinite(logit):
         raise EngineError(
             f"the model returned {logit} as its highest logit, a finite number was expected; the file is damaged or "
             "its numbers overflow (try -fa off, another cache type, or -ngl 0)"

@@ -121,6 +121,8 @@ class LawVerifier:
     def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
         """Sample the verdict from the law of this draft under the target's rows."""
         _require_chain(draft)
+        if not draft.ids:  # the law is certain
+            return Verdict(0, self._sampler.distribution(rows[0]).draw(sequence.rng.random()), "bonus")
         target_probs = [self._sampler.distribution(row) for row in rows]
         return sample(self._law(draft.ids, draft.distributions, target_probs), sequence.rng)
 

@@ -1,7 +1,8 @@
 """The harness's decode function over a loaded session: its engines, and a fresh drafter for every run.
 
-Every run begins with empty caches, an empty n-gram index and a controller that knows what was measured at the start,
-as ``specli run`` would. With ``share`` drafters stay as they are, so that a prompt may profit from those before it.
+Every run begins with empty caches, an empty n-gram index and a controller that knows what the warm-up measured, as
+``specli run`` would with the profile of an earlier run. With ``share`` drafters stay as they are, so that a prompt may
+profit from those before it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 WARM_UP = 16  # tokens
 _EVERYTHING = 2**31  # tokens
+
+
+def _nothing() -> None:
+    """There is no controller whose measurements could be kept."""
 
 
 class Runner:
@@ -66,7 +72,7 @@ class Runner:
             if key not in longest or (setting.k or 0) > (longest[key].k or 0):
                 longest[key] = setting
         for setting in longest.values():
-            self._decode(prompt, setting, 0, min(WARM_UP, self._n_predict))
+            self._decode(prompt, setting, 0, min(WARM_UP, self._n_predict), is_warm_up=True)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids, through the chat template unless the text is to be completed as is. Raises ``ContextOverflow``."""
@@ -94,13 +100,13 @@ class Runner:
         engine.rollback(0, 0)
         return margin
 
-    def _decode(self, prompt: Prompt, setting: Setting, seed: int, max_tokens: int) -> Run:
+    def _decode(self, prompt: Prompt, setting: Setting, seed: int, max_tokens: int, is_warm_up: bool = False) -> Run:
         session = self._session
         session.engine.rollback(0, 0)
         if session.drafting is not None and session.drafting.draft is not None:
             session.drafting.draft.rollback(0, 0)
         verifier = make_verifier(setting.verify, dataclasses.replace(session.sampler, temperature=setting.temperature))
-        drafter = self._drafter(prompt, setting, verifier)
+        drafter, keep = self._drafter(prompt, setting, verifier)
         k_max = 0 if drafter is None else AUTO_K if setting.k is None else setting.k
         machine.reset_peak()
         accepted_at_s = time.perf_counter()
@@ -110,17 +116,22 @@ class Runner:
         run = record(decoder.run([request]), machine.peak_bytes)
         if run is None:
             raise Interrupted
+        if is_warm_up:
+            keep()
         return run
 
-    def _drafter(self, prompt: Prompt, setting: Setting, verifier: Verifier) -> Drafter | None:
+    def _drafter(
+        self, prompt: Prompt, setting: Setting, verifier: Verifier
+    ) -> tuple[Drafter | None, Callable[[], None]]:
+        """The drafter of a run, and what keeps its controller's measurements for the next."""
         if setting.drafter == "none":
-            return None
+            return None, _nothing
         key = setting, prompt.workload
         if self._share and key in self._shared:
             drafter = self._shared[key]
             if drafter is not None:  # the draft model's cache is empty; what the n-gram drafter has indexed stays
                 drafter.rewind(SequenceState(0, []), _EVERYTHING)
-            return drafter
+            return drafter, _nothing
         drafting = self._session.drafting
         if drafting is None:
             raise ConfigError(f"there is nothing to speculate with: {self._session.speculation.reason}")
@@ -135,11 +146,9 @@ class Runner:
             profile=profile,
         )
         drafter, controller = made.make()
-        if controller is not None and not profile.is_file():
-            made.keep(controller)
         if self._share:
             self._shared[key] = drafter
-        return drafter
+        return drafter, _nothing if controller is None else partial(made.keep, controller)
 
     def __enter__(self) -> Runner:
         return self

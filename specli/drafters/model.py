@@ -64,6 +64,7 @@ class ModelDrafter:
     ) -> None:
         self._engine, self._chooser, self._end_ids = engine, chooser, end_ids
         self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
+        self._is_smaller = engine.n_vocab < n_vocab
         self.pacer = pacer
         self.n_passes = 0  # draft passes so far; the first of a draft also feeds what is missing
         self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
@@ -90,8 +91,8 @@ class ModelDrafter:
 
         Drafting k tokens puts the committed tokens and k - 1 drafted ones into the draft's cache.
         """
-        n_past = self._engine.n_past(state.id)
-        if any(token >= self._engine.n_vocab for token in state.tokens[n_past:]):
+        n_past, n_vocab = self._engine.n_past(state.id), self._engine.n_vocab
+        if self._is_smaller and max(state.tokens[n_past:], default=0) >= n_vocab:
             return 0
         return min(budget, self._engine.n_ctx - len(state.tokens) + 1)
 

@@ -218,9 +218,10 @@ class LlamaEngine(CacheLedger):
             raise RollbackUnsupported(
                 f"the memory of {self.model.options.label} cannot drop its last tokens; use --spec-type none"
             )
+        if not self.model.n_swa or n_past == 0:
+            return
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
-        is_whole = 0 <= lowest <= max(0, n_past - self.model.n_swa)  # -1: nothing is left
-        if self.model.n_swa and n_past and not is_whole:
+        if not 0 <= lowest <= max(0, n_past - self.model.n_swa):  # -1: nothing is left
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
             self.cut(sequence, 0)
             raise RollbackUnsupported(
@@ -290,7 +291,11 @@ class LlamaEngine(CacheLedger):
 
 
 class _Batch:
-    """One ``llama_batch`` kept for good, its arrays owned by numpy and written through views."""
+    """One ``llama_batch`` kept for good, its arrays owned by numpy and written through views.
+
+    Written one number at a time: a round has few, and numpy's calls cost more than that behind a pass that has emptied
+    the CPU's caches.
+    """
 
     def __init__(self, n_tokens_max: int) -> None:
         self._token: NDArray[np.int32] = np.zeros(n_tokens_max, np.int32)
@@ -300,6 +305,8 @@ class _Batch:
         self._wants_row: NDArray[np.int8] = np.zeros(n_tokens_max, np.int8)
         addresses = self._sequence.ctypes.data + 4 * np.arange(n_tokens_max, dtype=np.uintp)
         self._sequence_pointers: NDArray[np.uintp] = addresses  # llama.cpp wants a pointer per token
+        arrays = self._token, self._position, self._sequence, self._wants_row
+        self._views = tuple(memoryview(array) for array in arrays)  # type: ignore[arg-type]
         self._batch = llama_cpp.llama_batch(
             token=_pointer(self._token, llama_cpp.llama_token),
             pos=_pointer(self._position, llama_cpp.llama_pos),
@@ -310,16 +317,17 @@ class _Batch:
 
     def fill(self, slices: Sequence[Slice]) -> llama_cpp.llama_batch:
         """Write ``slices`` one behind the other."""
-        first = 0
+        tokens, positions, sequences, wants_row = self._views
+        i = 0
         for part in slices:
-            end = first + len(part.tokens)
-            self._token[first:end] = part.tokens
-            self._position[first:end] = np.arange(part.start, part.start + len(part.tokens))
-            self._sequence[first:end] = part.sequence
-            self._wants_row[first:end] = 0
-            self._wants_row[end - part.n_rows : end] = 1
-            first = end
-        self._batch.n_tokens = first
+            n_rowless, sequence = len(part.tokens) - part.n_rows, part.sequence
+            for offset, token in enumerate(part.tokens):
+                tokens[i] = token
+                positions[i] = part.start + offset
+                sequences[i] = sequence
+                wants_row[i] = offset >= n_rowless
+                i += 1
+        self._batch.n_tokens = i
         return self._batch
 
 
