@@ -6,12 +6,14 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
 
     rate R       tokens per unit that is reachable now: what recent rounds brought, at least plain decoding's
     value        expected extra tokens - R * extra units; the best value wins: a draft model, the text itself, nobody
-    n-gram       the chances of its tokens are known beforehand, so is the length that is worth most
+    n-gram       the chances of its tokens are known beforehand, so is the length that is worth most; what it would
+                 have brought shows in the text that came, proposed or not
     draft model  what its last drafts brought and cost, or what its acceptance lately lets expect, whichever is more;
                  how far it grows, its own confidence decides on the way: on while some longer draft, not just the
                  next token, has more expected extra tokens than R * extra units
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
-                 cap: on an empty account it does not draft, so whatever the estimates say, no more than that is lost
+                 cap: on an empty account it does not draft, so whatever the estimates say, no more than that is lost.
+                 A copy may cost what recent copies would have saved, and a credit: losing ones stop each other
     probe        what is not in use is tried again, the sooner the less it may lose
 
 v(n) is neither flat nor monotonic, so every length is looked at. Exactness: all of this decides before a token is
@@ -27,7 +29,9 @@ from specli.estimates import Acceptance, CostModel, Profit, number, survivors
 from specli.record import Kind, Outcome, Plan, Record
 
 ALLOWANCE = 0.01  # of the time may be lost
-CREDIT = 3.0  # units that a cold start may lose, and the most that a warm one finds in its account
+CREDIT = 2.0  # units that a cold start may lose
+WARM_CREDIT, N_SURE = 0.5, 8  # the same for a warm one that knows, from so many drafts, that they do not pay
+COPY_CREDIT, COPY_MEMORY = 4.0, 0.6  # units that a copy may cost while nothing is known; per copy that was judged
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
@@ -58,6 +62,7 @@ class Controller:
         self._usual: Profit | None = None  # of all drafts
         self._n_drafts = 0
         self._account = CREDIT  # units
+        self._copied = 0.0  # units that recent copies saved, or would have, proposed or not
         self._owed = 0.0  # units of catching up that had no time yet to earn themselves back
         self._round = 0
         self._last: dict[Kind, int] = {"none": 0, "draft": 0}  # rounds
@@ -88,7 +93,7 @@ class Controller:
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
         catch_up = 0.0  # units
         if ngram and budget > 0:
-            values["ngram"] = self._best(ngram[:budget], 0.0, self._width + self._next)
+            values["ngram"] = self._best(ngram[:budget], 0.0, self._width + self._next, COPY_CREDIT + self._copied)
         if n_lacking is not None and budget > 0:
             catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
             self._catch_up += catch_up
@@ -112,15 +117,19 @@ class Controller:
         _value, k = self._best([mean] * self.k_max, step, width)
         return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
 
-    def _best(self, chances: Sequence[float], step: float, width: int) -> tuple[float, int]:
-        """The best value over all lengths, relative to proposing nothing, and its length (>= 1)."""
+    def _best(self, chances: Sequence[float], step: float, width: int, funds: float = math.inf) -> tuple[float, int]:
+        """The best value over all lengths, relative to proposing nothing, and its length (>= 1).
+
+        Lengths that cost more units than ``funds`` are left out.
+        """
         best, best_k, tokens, survival = -math.inf, 1, 0.0, 1.0
         base = self.costs.v(width)
         for k, chance in enumerate(chances, start=1):
             survival *= chance
             tokens += survival
-            value = tokens - self.rate * (k * step + self.costs.v(width + k) - base)
-            if value > best:
+            units = k * step + self.costs.v(width + k) - base
+            value = tokens - self.rate * units
+            if value > best and units <= funds:
                 best, best_k = value, k
             if survival < 0.03:  # who gets so far does not matter
                 break
@@ -143,6 +152,14 @@ class Controller:
                 self._probing = kind
                 return kind
         return None
+
+    def foretold(self, said: Sequence[float], n_right: int) -> None:
+        """An n-gram draft of ``said`` chances, proposed or not, was right in its first ``n_right`` tokens."""
+        width = self._n_active
+        value, k = self._best(said[: self.k_max], 0.0, width)
+        if value > 0:
+            saved = min(k, n_right) / self._plain_rate - (self.costs.v(width + k) - self.costs.v(width))
+            self._copied = max(-COPY_CREDIT, min(COPY_CREDIT, COPY_MEMORY * self._copied + saved))
 
     def take(self, k: int) -> None:
         """``k`` more tokens are in the batch."""
@@ -295,5 +312,7 @@ class Controller:
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c
-            self._account = min(account, CREDIT) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
+            is_sure = self._n_drafts >= N_SURE and self._usual is not None and self._usual.worth(1.0) <= 0
+            most = WARM_CREDIT if is_sure else CREDIT
+            self._account = min(account, most) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
         return has_costs

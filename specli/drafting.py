@@ -17,6 +17,8 @@ from specli.profile import load_profile, save_profile
 from specli.verify import Verifier
 
 CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 8, 16)  # tokens, at the ends of kernel tiles; the first pays for page faults
+# below this estimate the n-gram drafter proposes nothing; a controller knows better
+FIXED_HIT_RATE, CONTROLLED_HIT_RATE = 0.4, 0.2
 FEED = 17  # tokens: a catch-up of the draft, to tell a flat curve from a linear one
 
 
@@ -43,7 +45,10 @@ class Drafting:
         """The drafter, and the controller over it unless it is fixed. Raises ``Cancelled`` while calibrating."""
         controller = None if self.is_fixed else Controller(self.k_max)
         model = self._model(controller) if self.draft is not None else None
-        ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min) if self.uses_ngram else None
+        ngram = None
+        if self.uses_ngram:
+            floor = FIXED_HIT_RATE if self.is_fixed else CONTROLLED_HIT_RATE
+            ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min, min_hit_rate=floor)
         if controller is None or (model is None and ngram is None):
             return model or ngram, None
         kept = load_profile(self.profile) if self.profile is not None else None

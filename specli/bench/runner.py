@@ -72,7 +72,8 @@ class Runner:
             if key not in longest or (setting.k or 0) > (longest[key].k or 0):
                 longest[key] = setting
         for setting in longest.values():
-            self._decode(prompt, setting, 0, min(WARM_UP, self._n_predict), is_warm_up=True)
+            n_tokens = self._n_predict if setting.k is None else min(WARM_UP, self._n_predict)  # a controller learns
+            self._decode(prompt, setting, 0, n_tokens, is_warm_up=True)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids, through the chat template unless the text is to be completed as is. Raises ``ContextOverflow``."""

@@ -20,6 +20,24 @@ class _Proposed(NamedTuple):
     chances: Sequence[float] = ()
 
 
+class _Foretold:
+    """An n-gram draft, proposed or not, beside the tokens that came."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._ids = draft.ids
+        self.chances = _chances(draft)
+        self.n_right = 0
+        self.is_over = False
+
+    def compare(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.is_over:
+                return
+            is_right = token == self._ids[self.n_right]
+            self.n_right += is_right
+            self.is_over = not is_right or self.n_right == len(self._ids)
+
+
 class AdaptiveDrafter:
     """Asks ``controller`` before each draft which of ``model`` and ``ngram`` proposes, and tells it what came of it.
 
@@ -33,6 +51,7 @@ class AdaptiveDrafter:
         if model is not None:
             model.pacer = controller
         self._pending: dict[int, _Proposed] = {}
+        self._foretold: dict[int, _Foretold] = {}
         self._n_passes, self._n_lacking = 0, 0  # of the model in this round; what the first of them fed
 
     @property
@@ -57,6 +76,8 @@ class AdaptiveDrafter:
                 by_model.append(i)
                 n_behind += max(0, n_lacking - 2)
             self._pending[state.id] = _Proposed(kind, _chances(drafts[i]))
+            if len(guess) and state.id not in self._foretold:
+                self._foretold[state.id] = _Foretold(guess)
         if model is not None and by_model:
             n_before = model.n_passes
             room = [min(budgets[i], controller.k_max) for i in by_model]
@@ -69,6 +90,8 @@ class AdaptiveDrafter:
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Tell both drafters."""
+        if foretold := self._foretold.get(sequence.id):
+            foretold.compare(tokens)
         for drafter in self._both:
             drafter.commit(sequence, tokens)
 
@@ -81,16 +104,22 @@ class AdaptiveDrafter:
         target_s = outcome.verify_s + outcome.host_s
         self.controller.observe(outcomes, target_s, outcome.draft_s, self._n_passes, self._n_lacking)
         self._n_passes = self._n_lacking = 0
+        for id, foretold in list(self._foretold.items()):
+            if foretold.is_over:
+                self.controller.foretold(foretold.chances, foretold.n_right)
+                del self._foretold[id]
 
     def rewind(self, sequence: SequenceState, n_tokens: int) -> None:
         """Tell both drafters."""
         self._pending.pop(sequence.id, None)
+        self._foretold.pop(sequence.id, None)
         for drafter in self._both:
             drafter.rewind(sequence, n_tokens)
 
     def forget(self, sequence: SequenceState) -> None:
         """Tell both drafters; what the controller learned stays."""
         self._pending.pop(sequence.id, None)
+        self._foretold.pop(sequence.id, None)
         for drafter in self._both:
             drafter.forget(sequence)
 
