@@ -1,4 +1,4 @@
-"""``make bench``: the project's own figures, written to docs/performance.md. Nothing else should be running.
+"""``make bench``: the project's own figures, written into the README. Nothing else should be running.
 
 Workloads are measured by ``specli bench`` itself; the rest are ratios that a user has no use for: host time, lookups,
 start-up, memory, and llama.cpp's own speculative example beside ours. Every comparison takes turns in one process and
@@ -23,26 +23,28 @@ import numpy as np
 
 from specli import registry
 from specli.bench import machine
-from specli.bench.document import Report, save
+from specli.bench.document import Report
 from specli.bench.harness import Progress, Setting
 from specli.bench.measure import Watch, measure
-from specli.bench.plot import draw
+from specli.bench.report import Cell
 from specli.bench.runner import Runner
 from specli.bench.workloads import built_in
 from specli.cli.models import prepare_source
 from specli.config import BenchOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.drafters.base import EMPTY, SequenceState
 from specli.drafters.ngram import NgramDrafter
-from specli.render.bench import digest, markdown
+from specli.render.bench import TITLES, label
 from specli.sampling import Sampler
 from specli.session import Session
 from specli.verify import make_verifier
 from tests.inflate import inflate
 
 LARGE_VOCABULARY = 151_936
-DOCS = Path(__file__).parent.parent / "docs"
-K = 3  # of the ratios
-LARGE_WORKLOADS = ("chat", "rewrite", "extract")  # a 1.5B-class target has no time for all of them
+README = Path(__file__).parent.parent / "README.md"
+K = 3  # of the ratios, and of drafts of a fixed length
+WORKLOADS = ("chat", "rewrite", "extract", "story")
+TEMPERATURES = (0.0, 0.8)
+LARGE_SHARE = 0.7  # of the time for the tables; the 1.5B-class target takes about six times as long per token
 
 
 def microseconds(work: Callable[[], object], n: int = 300) -> float:
@@ -184,11 +186,10 @@ def against_llama_cpp(binary: Path, target: Path, draft: Path, n_pairs: int) -> 
     return f"| tok/s ÷ llama-speculative-simple's, K = {K}, {target.name} | {middle:.2f} ({low:.2f}–{high:.2f}) |"
 
 
-def workload_report(target: Path, draft: Path, options: BenchOptions, names: Sequence[str]) -> Report:
+def workload_report(target: Path, draft: Path, names: Sequence[str], options: BenchOptions, budget_s: float) -> Report:
     """What ``specli bench`` would report."""
-    deadline_s = None if options.time_budget_s is None else time.monotonic() + options.time_budget_s
     with load(target, draft, options.k_max) as session:
-        watch = Watch(progress=show, deadline_s=deadline_s)
+        watch = Watch(progress=show, deadline_s=time.monotonic() + budget_s)
         return measure(session, built_in(names), options, watch, ["-m", target.name, "-md", draft.name])
 
 
@@ -198,47 +199,98 @@ def show(step: Progress) -> None:
         print(f"\r{step.fraction:4.0%} {step.prompt.name}{left}      ", end="", file=sys.stderr, flush=True)
 
 
-def heading() -> str:
-    """Hardware, library, commit and date."""
+def heading(command: str) -> str:
+    """Command, hardware, library, commit and date."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=DOCS.parent, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"], cwd=README.parent, capture_output=True, text=True, check=False
     ).stdout.strip()
-    found = machine.hardware()
-    load_now = machine.load_average()
+    found, load_now = machine.hardware(), machine.load_average()
     return (
-        f"{found['cpu']}, {found['logical_cores']} logical cores, {int(str(found['ram'] or 0)) / 2**30:.0f} GiB, "
-        f"{found['system']}; Python {platform.python_version()}; commit {commit or 'unknown'}; "
-        f"{time.strftime('%Y-%m-%d')}; load before {load_now if load_now is None else round(load_now, 2)}"
+        f"`{command}` on {found['cpu']}, {found['logical_cores']} logical cores, "
+        f"{int(str(found['ram'] or 0)) / 2**30:.0f} GiB, {found['system']}; Python {platform.python_version()}; commit "
+        f"{commit or 'unknown'}; {time.strftime('%Y-%m-%d')}; load before "
+        f"{load_now if load_now is None else round(load_now, 2)}."
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
-    parser.add_argument("-n", type=int, default=128, help="tokens per run")
-    parser.add_argument("--budget", type=float, default=900.0, help="seconds for the workloads of each target")
+    parser.add_argument("-n", type=int, default=96, help="tokens per run")
+    parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("ratios", "workloads"), help="one part, printed and not written")
+    parser.add_argument("--only", choices=("ratios", "speed"), help="one part, printed and not written")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
     draft = registry.find_file(pair.draft)
-    parts = ["# Performance\n", f"Written by `make bench`. {heading()}\n"]
+    parts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "inflated-1.5b.gguf"
         inflate(target, large)
-        if options.only != "workloads":
-            parts.append(
-                "## Ratios\n\n| figure | value |\n|---|---|\n" + "\n".join(ratios(options, target, large, draft)) + "\n"
-            )
+        if options.only != "speed":
+            rows = "\n".join(ratios(options, target, large, draft))
+            parts["ratios"] = f"{heading('make bench')}\n\n| figure | value |\n|---|---|\n{rows}\n"
         if options.only != "ratios":
-            parts += workload_parts(options, target, large, draft)
-    text = "\n".join(parts)
-    print(text)
-    if options.only is None:
-        DOCS.mkdir(exist_ok=True)
-        (DOCS / "performance.md").write_text(text, "utf-8")
-        print(f"written to {DOCS / 'performance.md'}", file=sys.stderr)
+            rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
+            parts["speed"] = f"{heading(f'make bench, -n {options.n}')}\n\n{_SPEED_HEAD}\n{rows}\n"
+    for name, text in parts.items():
+        print(text)
+        if options.only is None:
+            README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between the marks of part ``name``."""
+    before, rest = page.split(f"<!-- bench: {name} -->\n", 1)
+    _old, after = rest.split("<!-- end -->", 1)
+    return f"{before}<!-- bench: {name} -->\n{text}<!-- end -->{after}"
+
+
+_SPEED_HEAD = (
+    "| target | workload | temp | drafter | plain tok/s | tok/s | acceptance | τ | speedup |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def speed(options: argparse.Namespace, target: Path, large: Path, draft: Path, heavy: Path) -> Iterator[str]:
+    """The rows of the README's table of speed. ``heavy``: a draft as dear as its target, which nobody should use."""
+    for title, path, share in (("default", target, 1 - LARGE_SHARE), ("1.5B-class", large, LARGE_SHARE)):
+        asked = BenchOptions(temperatures=TEMPERATURES, n_predict=options.n, repetitions=1)
+        cells: list[tuple[str, Cell]] = []
+        for drafter, lengths, kinds, part in (
+            (draft, (K,), ("ngram", "draft"), 0.4),
+            (draft, (None,), ("ngram", "auto"), 0.4),
+            (heavy, (None,), ("auto",), 0.2),
+        ):
+            bench = replace(asked, lengths=lengths, spec_types=kinds)
+            budget_s = options.budget * share * part
+            report = workload_report(path, drafter, WORKLOADS, bench, budget_s)
+            cells += ((" (hopeless draft)" if drafter == heavy else "", cell) for cell in report.cells)
+        for workload in WORKLOADS:
+            for temperature in TEMPERATURES:
+                for note, cell in cells:
+                    if (cell.workload, cell.setting.temperature) == (workload, temperature):
+                        yield _row(title, note, cell)
+
+
+def _row(target: str, note: str, cell: Cell) -> str:
+    ends = cell.speedup.interval
+    speedup = f"{cell.speedup.value:.2f}" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "")
+    acceptance = cell.counts.acceptance_rate
+    efficiency = cell.counts.block_efficiency
+    columns = (
+        target,
+        TITLES.get(cell.workload, cell.workload),
+        f"{cell.setting.temperature:g}",
+        label(cell.setting) + note,
+        f"{cell.plain_tok_s.median:.0f}",
+        f"{cell.tok_s.median:.0f}",
+        "–" if acceptance is None else f"{acceptance:.0%}",
+        "–" if efficiency is None else f"{efficiency:.2f}",
+        speedup,
+    )
+    return f"| {' | '.join(columns)} |"
 
 
 def ratios(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
@@ -251,24 +303,6 @@ def ratios(options: argparse.Namespace, target: Path, large: Path, draft: Path) 
     if options.speculative_simple:
         for path in (target, large):
             yield against_llama_cpp(options.speculative_simple, path, draft, options.pairs)
-
-
-def workload_parts(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
-    """The README's table, all cells behind it, and its picture."""
-    asked = BenchOptions(n_predict=options.n, time_budget_s=options.budget)
-    for title, path, names, bench in (
-        ("Default pair", target, (), asked),
-        ("1.5B-class target (inflated), same draft", large, LARGE_WORKLOADS, replace(asked, lengths=(2, 4, None))),
-    ):
-        report = workload_report(path, draft, bench, names)
-        yield f"## {title}\n\nGreedy; speedup over plain decoding with its 95% interval.\n\n{digest(report)}"
-        yield f"<details><summary>every cell</summary>\n\n{markdown(report)}\n</details>\n"
-        if options.only is None:
-            name = "bench-default" if path == target else "bench-1.5b"
-            DOCS.mkdir(exist_ok=True)
-            save(DOCS / f"{name}.json", report)
-            draw(report, DOCS / f"{name}.svg")
-            yield f"![speedup, acceptance and costs]({name}.svg)\n"
 
 
 if __name__ == "__main__":
