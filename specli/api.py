@@ -20,6 +20,7 @@ llama.cpp loads or evaluates, and leaves the model usable.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -91,9 +92,11 @@ class Model:
         raw: bool = False,
         n_predict: int = GenerationOptions.n_predict,
         stops: Sequence[str] = GenerationOptions.stops,
+        logprobs: int | None = GenerationOptions.n_logprobs,
     ) -> Completion:
         """The whole answer to ``prompt``; the parameters are those of ``stream``."""
-        return _collect(self.stream(prompt, system=system, raw=raw, n_predict=n_predict, stops=stops))
+        options = {"n_predict": n_predict, "stops": stops, "logprobs": logprobs}
+        return _collect(self.stream(prompt, system=system, raw=raw, **options))  # type: ignore[arg-type]
 
     def stream(
         self,
@@ -103,14 +106,16 @@ class Model:
         raw: bool = False,
         n_predict: int = GenerationOptions.n_predict,
         stops: Sequence[str] = GenerationOptions.stops,
+        logprobs: int | None = GenerationOptions.n_logprobs,
     ) -> Events:
         """The answer as events; it begins with nothing in the caches.
 
         ``prompt``: a user's message, or messages with ``role`` and ``content``, through the model's chat template;
         ``raw`` completes a text as it is. ``n_predict``: tokens at most, -1 for no limit. ``stops``: texts to stop
-        before. Raises ``ConfigError``, ``ContextOverflow``, ``EngineError``.
+        before. ``logprobs``: report each token's log probability and so many alternatives (``stats.logprobs``). Raises
+        ``ConfigError``, ``ContextOverflow``, ``EngineError``.
         """
-        options = GenerationOptions(n_predict, tuple(stops))
+        options = GenerationOptions(n_predict, tuple(stops), n_logprobs=logprobs)
         started_s = time.perf_counter()
         ids = self._ids(prompt, system, raw)
         return self._ctrl_c.over(self.session.generate(ids, options, started_s))
@@ -188,6 +193,8 @@ def load(
     min_p: float = SamplingOptions.min_p,
     seed: int | None = SamplingOptions.seed,
     ignore_eos: bool = SamplingOptions.ignore_eos,
+    grammar: str = SamplingOptions.grammar,
+    json_schema: str | Mapping[str, object] = SamplingOptions.json_schema,
     spec_type: str = SpeculationOptions.type,
     draft_max: int | None = SpeculationOptions.n_max,
     draft_min: int = SpeculationOptions.n_min,
@@ -207,7 +214,8 @@ def load(
 
     ``target``, ``draft``: GGUF files, or ``USER/MODEL[:QUANT]`` on the hub; without a target the pair named ``pair``,
     or the default pair. ``seed``: the same seed gives the same text with any draft. ``draft_max``: the longest draft,
-    tokens; None leaves it to the controller. For what has no keyword here: ``Model(Settings(...))``.
+    tokens; None leaves it to the controller. ``grammar`` (GBNF) or ``json_schema`` says what the answer may be. For
+    what has no keyword here: ``Model(Settings(...))``.
 
     Raises ``ConfigError``, ``ModelLoadError``, ``VocabMismatch``.
     """
@@ -216,7 +224,16 @@ def load(
     settings = Settings(
         unnamed,
         replace(unnamed, n_ctx=None, n_gpu_layers=str(n_gpu_layers_draft)),
-        SamplingOptions(temperature, top_k, top_p, min_p, seed, ignore_eos),
+        SamplingOptions(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            ignore_eos,
+            grammar=grammar,
+            json_schema=json_schema if isinstance(json_schema, str) else json.dumps(json_schema),
+        ),
         SpeculationOptions(spec_type, draft_max, draft_min, draft_p_min, verify, draft_fixed),
     )
     return Model(_with_files(settings, target, draft, pair), progress)

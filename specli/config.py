@@ -21,6 +21,7 @@ LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 ROPE_SCALINGS = ("none", "linear", "yarn")
 NUMA = ("distribute", "isolate", "numactl")
 KV_OVERRIDE_TYPES = ("int", "float", "bool", "str")
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 SPEC_TYPES = ("auto", "none", "draft", "ngram")
 VERIFIERS = ("block", "rejection", "coupled")
 # llama.cpp's --spec-type names for what specli does under a simpler one; None: specli has no such drafter.
@@ -180,7 +181,12 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The sampler chain, in llama.cpp's order. ``seed`` None means no promise of repetition."""
+    """The sampler chain, with llama.cpp's names and defaults. ``seed`` None means no promise of repetition.
+
+    ``dry_penalty_last_n`` and ``repeat_last_n`` count tokens of prompt and answer; -1 means all of them. ``grammar`` is
+    GBNF, ``json_schema`` a schema as text; empty: none. ``logit_bias``: pairs of a token id and what is added to its
+    logit, -inf bans it.
+    """
 
     temperature: float = 0.8  # --temp; 0 = greedy
     top_k: int = 40  # --top-k; 0 = off
@@ -188,8 +194,53 @@ class SamplingOptions:
     min_p: float = 0.05  # --min-p; 0 = off
     seed: int | None = None  # -s; -1 = none
     ignore_eos: bool = False  # --ignore-eos
+    typical_p: float = 1.0  # --typical; 1 = off
+    top_n_sigma: float = -1.0  # --top-nsigma; -1 = off
+    xtc_probability: float = 0.0  # --xtc-probability; 0 = off
+    xtc_threshold: float = 0.1  # --xtc-threshold; above 0.5 = off
+    dynatemp_range: float = 0.0  # --dynatemp-range; 0 = off
+    dynatemp_exponent: float = 1.0  # --dynatemp-exp
+    repeat_last_n: int = 64  # --repeat-last-n, tokens; 0 = off
+    repeat_penalty: float = 1.0  # --repeat-penalty; 1 = off
+    presence_penalty: float = 0.0  # --presence-penalty; 0 = off
+    frequency_penalty: float = 0.0  # --frequency-penalty; 0 = off
+    dry_multiplier: float = 0.0  # --dry-multiplier; 0 = off
+    dry_base: float = 1.75  # --dry-base
+    dry_allowed_length: int = 2  # --dry-allowed-length, tokens
+    dry_penalty_last_n: int = 64  # --dry-penalty-last-n, tokens; 0 = off
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # --dry-sequence-breaker
+    mirostat: int = 0  # --mirostat; 0 = off
+    mirostat_tau: float = 5.0  # --mirostat-ent, bits
+    mirostat_eta: float = 0.1  # --mirostat-lr
+    samplers: tuple[str, ...] = SAMPLERS  # --samplers
+    logit_bias: tuple[tuple[int, float], ...] = ()  # -l
+    grammar: str = ""  # --grammar
+    json_schema: str = ""  # -j
 
     def __post_init__(self) -> None:
+        self._check_penalties()
+        _require("--typical", self.typical_p, 0 < self.typical_p <= 1, "more than 0 and at most 1 (off)")
+        _require("--top-nsigma", self.top_n_sigma, math.isfinite(self.top_n_sigma), "a number above 0, or -1 (off)")
+        _require("--xtc-probability", self.xtc_probability, 0 <= self.xtc_probability <= 1, "0 (off) to 1")
+        _require("--xtc-threshold", self.xtc_threshold, 0 <= self.xtc_threshold <= 1, "0 to 1 (above 0.5: off)")
+        in_range = 0 <= self.dynatemp_range < math.inf
+        _require("--dynatemp-range", self.dynatemp_range, in_range, "a finite number, 0 (off) or more")
+        in_range = 0 < self.dynatemp_exponent < math.inf
+        _require("--dynatemp-exp", self.dynatemp_exponent, in_range, "a finite number above 0")
+        _require("--mirostat", self.mirostat, self.mirostat in (0, 1, 2), "0 (off), 1 or 2")
+        _require("--mirostat-ent", self.mirostat_tau, 0 <= self.mirostat_tau < math.inf, "0 or more bits")
+        _require("--mirostat-lr", self.mirostat_eta, 0 <= self.mirostat_eta < math.inf, "a finite number, 0 or more")
+        for name in self.samplers:
+            _require_choice("--samplers", name, SAMPLERS)
+        is_once = len(set(self.samplers)) == len(self.samplers)
+        _require("--samplers", ";".join(self.samplers), is_once, "each name at most once")
+        for token, bias in self.logit_bias:
+            _require("-l/--logit-bias", token, 0 <= token < 2**31, "a token id, 0 or more")
+            _require("-l/--logit-bias", bias, not math.isnan(bias) and bias < math.inf, "a number, or -inf")
+        if self.grammar and self.json_schema:
+            raise ConfigError(
+                "a grammar and a JSON schema were both given, each says what may come next; leave one out"
+            )
         is_number = math.isfinite(self.temperature) and self.temperature >= 0
         _require("--temp", self.temperature, is_number, "a finite number, 0 (greedy) or more")
         _require("--top-k", self.top_k, -1 <= self.top_k < 2**31, "0 (off) or more tokens")
@@ -197,6 +248,26 @@ class SamplingOptions:
         _require("--min-p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1")
         if self.seed is not None:
             _require("-s/--seed", self.seed, 0 <= self.seed < 2**32, "0 to 4294967295, or -1 for none")
+
+    def _check_penalties(self) -> None:
+        for flag, n in (("--repeat-last-n", self.repeat_last_n), ("--dry-penalty-last-n", self.dry_penalty_last_n)):
+            _require(flag, n, -1 <= n < 2**31, "a number of tokens, 0 (off) or -1 (all)")
+        is_divisor = math.isfinite(self.repeat_penalty) and self.repeat_penalty > 1e-38
+        _require("--repeat-penalty", self.repeat_penalty, is_divisor, "a finite number above 0 (1: off)")
+        for flag, value in (
+            ("--presence-penalty", self.presence_penalty),
+            ("--frequency-penalty", self.frequency_penalty),
+            ("--dry-multiplier", self.dry_multiplier),
+        ):
+            _require(flag, value, math.isfinite(value), "a finite number (0: off)")
+        _require("--dry-base", self.dry_base, 1 <= self.dry_base < math.inf, "a finite number, 1 or more")
+        in_range = 0 <= self.dry_allowed_length < 2**31
+        _require("--dry-allowed-length", self.dry_allowed_length, in_range, "0 or more tokens")
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar or schema says what may come next."""
+        return bool(self.grammar or self.json_schema)
 
 
 @dataclass(frozen=True)
@@ -239,9 +310,12 @@ class GenerationOptions:
     n_predict: int = -1  # -n, tokens
     stops: tuple[str, ...] = ()  # -r, may be repeated
     special: bool = False  # -sp: control tokens are shown as text
+    n_logprobs: int | None = None  # --logprobs: of each token, and of so many alternatives
 
     def __post_init__(self) -> None:
         _require("-n/--predict", self.n_predict, -2 <= self.n_predict < 2**31, "0 or more tokens, or -1 for no limit")
+        n_logprobs = self.n_logprobs
+        _require("--logprobs", n_logprobs, n_logprobs is None or 0 <= n_logprobs <= 100, "0 to 100 alternatives")
         if any(not stop for stop in self.stops):
             raise ConfigError("-r/--reverse-prompt got an empty stop string, which stands everywhere; leave it out")
 

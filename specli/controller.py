@@ -108,8 +108,15 @@ class Controller:
         return Plan(kind, values[kind][1])
 
     def _may_spend(self) -> bool:
-        """Whether the account lets a model draft. Catching up is on credit once it is known what drafts bring."""
-        return self._account + self._owed > (self._catch_up if self._n_drafts < N_COLD else 0)
+        """Whether the account lets a model draft. Catching up is on credit once drafts are known, unless as a loss."""
+        if self._n_drafts < N_COLD or self._is_known_loss:
+            return self._account > self._catch_up
+        return self._account + self._owed > 0
+
+    @property
+    def _is_known_loss(self) -> bool:
+        """Whether enough drafts have shown that they do not pay."""
+        return self._n_drafts >= N_SURE and self._usual is not None and self._usual.worth(1.0) <= 0
 
     def _foreseen(self) -> Profit:
         """The profit of model drafts by their mean acceptance lately, at the best length."""
@@ -312,7 +319,6 @@ class Controller:
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c
-            is_sure = self._n_drafts >= N_SURE and self._usual is not None and self._usual.worth(1.0) <= 0
-            most = WARM_CREDIT if is_sure else CREDIT
+            most = WARM_CREDIT if self._is_known_loss else CREDIT
             self._account = min(account, most) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
         return has_costs

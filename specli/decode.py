@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specli.drafters.base import EMPTY, Draft, Drafter, SequenceState
 from specli.engine.base import Engine, Rows, Slice
@@ -22,6 +22,7 @@ from specli.events import (
     Event,
     Finished,
     FinishReason,
+    Logprobs,
     PrefillDone,
     Provenance,
     RoundDone,
@@ -29,26 +30,10 @@ from specli.events import (
     Span,
     Text,
 )
+from specli.request import Request, Running
+from specli.sampling import log_probabilities
 from specli.text import TextStream
 from specli.verify import Verifier
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt to continue. ``max_tokens`` None means until EOS or the end of the context.
-
-    ``end_ids`` are the target's end-of-generation ids (a draft has no say in them). ``accepted_at_s`` is the clock
-    mark from which time to first token counts. ``is_kept``: the sequence goes on in a later run, so the drafter is not
-    told to forget it; ``n_known``: tokens at the prompt's beginning that the drafter knows from an earlier run.
-    """
-
-    state: SequenceState
-    accepted_at_s: float
-    max_tokens: int | None = None
-    end_ids: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()
-    is_kept: bool = False
-    n_known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +54,7 @@ class Decoder:
 
     def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Generate for all ``requests`` together. Closing the generator early, or an error, leaves the caches right."""
-        active = [_Running(request, TextStream(self.piece, request.stops)) for request in requests]
+        active = [Running(request, TextStream(self.piece, request.stops)) for request in requests]
         try:
             for running in active:
                 yield from self._prefill(running)
@@ -86,7 +71,7 @@ class Decoder:
                 if self.drafter is not None and not request.is_kept:
                     self.drafter.forget(request.state)
 
-    def _prefill(self, running: _Running) -> Iterator[Event]:
+    def _prefill(self, running: Running) -> Iterator[Event]:
         """Evaluate what the cache lacks of the prompt, in the same chunks with and without a draft; emit a token."""
         request, state = running.request, running.state
         prompt, n_ctx = state.tokens[:], self.engine.n_ctx
@@ -105,7 +90,10 @@ class Decoder:
         verdict = self.verifier.verify(EMPTY, rows, state)
         spans = self._commit(running, [verdict.next_token], n_accepted=0)
         prefill_s = self.engine.busy_s - busy_s
-        yield PrefillDone(state.id, len(prompt), request.accepted_at_s, self.clock(), prefill_s, n_reused)
+        done = PrefillDone(state.id, len(prompt), request.accepted_at_s, self.clock(), prefill_s, n_reused)
+        logprobs = self._logprobs(running, rows)
+        yield done
+        yield from logprobs
         yield from self._emit(running, spans)
 
     def _feed(self, state: SequenceState) -> Rows:
@@ -120,7 +108,7 @@ class Decoder:
             if is_last:
                 return evaluation.rows[0]
 
-    def _round(self, active: Sequence[_Running]) -> Iterator[Event]:
+    def _round(self, active: Sequence[Running]) -> Iterator[Event]:
         started_s, draft_busy_s, target_busy_s = self.clock(), self._draft_busy_s(), self.engine.busy_s
         try:
             drafts = self._propose(active)
@@ -128,11 +116,12 @@ class Decoder:
             return  # the loop ends every sequence at its next turn
         slices = [_verify_slice(running.state, draft) for running, draft in zip(active, drafts, strict=True)]
         evaluation = self.engine.evaluate(slices)
-        counts, texts = [], []
+        counts, texts, logprobs = [], [], list[Logprobs]()
         for running, draft, rows in zip(active, drafts, evaluation.rows, strict=True):
             verdict = self.verifier.verify(draft, rows, running.state)
             tokens = [*draft.ids[: verdict.n_accepted], verdict.next_token]
             texts.append(self._commit(running, tokens, verdict.n_accepted))
+            logprobs += self._logprobs(running, rows)
             n_kept = running.n_last
             n_judged = len(draft) if running.finish is None else min(len(draft), n_kept)  # none behind a cut
             counts.append(SequenceRound(running.state.id, n_judged, min(verdict.n_accepted, n_kept), n_kept))
@@ -146,16 +135,17 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.observe(outcome)
         yield outcome
+        yield from logprobs
         for running, spans in zip(active, texts, strict=True):
             yield from self._emit(running, spans)
 
-    def _propose(self, active: Sequence[_Running]) -> list[Draft]:
+    def _propose(self, active: Sequence[Running]) -> list[Draft]:
         budgets = [self._budget(running, len(active)) for running in active]
         if self.drafter is None or not any(budgets):
             return [EMPTY] * len(active)
         return self.drafter.propose([running.state for running in active], budgets)
 
-    def _budget(self, running: _Running, n_active: int) -> int:
+    def _budget(self, running: Running, n_active: int) -> int:
         """The longest draft that fits the context, the tokens left to emit, the batch, and ``k_max``."""
         n_cached = len(running.state.tokens) - 1
         left = running.n_left
@@ -163,7 +153,7 @@ class Decoder:
         k = min(k, self.engine.n_rows_max // n_active - 1)
         return max(0, k if left is None else min(k, left - 1))
 
-    def _commit(self, running: _Running, tokens: Sequence[int], n_accepted: int) -> list[Span]:
+    def _commit(self, running: Running, tokens: Sequence[int], n_accepted: int) -> list[Span]:
         """Append ``tokens`` one at a time until something ends the sequence; then roll the caches back to match."""
         state, request, spans = running.state, running.request, list[Span]()
         n_before = len(state.tokens)
@@ -174,7 +164,7 @@ class Decoder:
             else:
                 provenance = Provenance.DRAFT if i < n_accepted else Provenance.TARGET
                 spans += running.text.push(token, provenance)
-                running.finish = self._limit_reached(running)
+                running.finish = running.limit_reached(self.engine.n_ctx)
             if running.finish is not None:
                 break
         committed = state.tokens[n_before:]
@@ -190,20 +180,13 @@ class Decoder:
         if self.engine.n_past(state.id) > n_valid:
             self.engine.rollback(state.id, n_valid)
 
-    def _limit_reached(self, running: _Running) -> FinishReason | None:
-        if running.text.stop is not None:
-            return "stop"
-        if running.n_left == 0 or len(running.state.tokens) > self.engine.n_ctx:
-            return "length"
-        return None
-
-    def _emit(self, running: _Running, spans: list[Span]) -> Iterator[Event]:
+    def _emit(self, running: Running, spans: list[Span]) -> Iterator[Event]:
         if spans:
             yield Text(running.state.id, tuple(spans))
         if running.finish is not None:
             yield from self._finish(running, running.finish)
 
-    def _finish(self, running: _Running, reason: FinishReason) -> Iterator[Event]:
+    def _finish(self, running: Running, reason: FinishReason) -> Iterator[Event]:
         if spans := running.text.finish():
             yield Text(running.state.id, tuple(spans))
         is_cut = running.text.stop is not None
@@ -215,32 +198,14 @@ class Decoder:
             running.state.id, reason, tuple(generated[:n_kept]), self.clock(), n_cut=n_cut, stop=running.text.stop
         )
 
+    def _logprobs(self, running: Running, rows: Rows) -> list[Logprobs]:
+        """Of the tokens that were just committed, one per row; none where nobody asked."""
+        n, state = running.request.n_logprobs, running.state
+        committed = state.tokens[len(state.tokens) - running.n_last :]
+        return [] if n is None else [Logprobs(state.id, log_probabilities(rows, committed, n))]
+
     def _draft_busy_s(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.busy_s
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request under way. ``n_last``: tokens that its last commit kept."""
-
-    request: Request
-    text: TextStream
-    finish: FinishReason | None = None
-    n_last: int = 0
-    n_prompt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.n_prompt = len(self.request.state.tokens)
-
-    @property
-    def state(self) -> SequenceState:
-        return self.request.state
-
-    @property
-    def n_left(self) -> int | None:
-        """Tokens that may still be emitted; None without a limit."""
-        limit = self.request.max_tokens
-        return None if limit is None else limit - (len(self.state.tokens) - self.n_prompt)
 
 
 def _verify_slice(state: SequenceState, draft: Draft) -> Slice:

@@ -48,7 +48,9 @@ class Drafting:
         ngram = None
         if self.uses_ngram:
             floor = FIXED_HIT_RATE if self.is_fixed else CONTROLLED_HIT_RATE
-            ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min, min_hit_rate=floor)
+            ngram = NgramDrafter(
+                self.end_ids, self.n_min, self.p_min, min_hit_rate=floor, sampler=self.verifier.sampler
+            )
         if controller is None or (model is None and ngram is None):
             return model or ngram, None
         kept = load_profile(self.profile) if self.profile is not None else None

@@ -24,7 +24,8 @@ class Provenance(enum.Enum):
 class SpeculationState:
     """Whether a session drafts, and why not if it does not.
 
-    ``k``: the longest draft, tokens; every draft's length where it is fixed.
+    ``k``: the longest draft, tokens; every draft's length where it is fixed. ``expectation``: why a draft model may
+    well not pay here, known before anything is drafted; empty where nothing speaks against it.
     """
 
     active: bool
@@ -34,6 +35,7 @@ class SpeculationState:
     verify: str
     n_ctx: int
     is_fixed: bool = True
+    expectation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,26 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One emitted token: natural log of its probability (<= 0), and the most likely ids with theirs, best first.
+
+    By the target's row before any sampler (as OpenAI's ``logprobs``).
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the tokens that a prefill or a round has just emitted, in order."""
+
+    sequence: int
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The end of a sequence.
 
@@ -112,4 +134,4 @@ class Finished:
     explanation: str = ""
 
 
-Event = PrefillDone | RoundDone | Text | Finished
+Event = PrefillDone | RoundDone | Text | Logprobs | Finished

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specli import gguf_file, vocab
+from specli.chain import check_constraint, make_sampler
 from specli.chat import ChatTemplate, Message, RenderBuiltin, check_template, tokenize_parts
 from specli.config import GenerationOptions, ModelOptions, Settings, TemplateOptions
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.drafting import Drafting
 from specli.errors import ConfigError, EngineError
 from specli.events import Event, Finished, SpeculationState
 from specli.prefix import KeptPrefix
 from specli.profile import profile_path
-from specli.sampling import Sampler
+from specli.request import Request
 from specli.verify import Verifier, make_verifier
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class Session:
         self._drafting: Drafting | None = None
         self.controller: Controller | None = None
         self._events: Generator[Event, None, None] | None = None
+        self._expectation = ""
         self.seed = settings.sampling.seed
         if settings.verify == "coupled" and self.seed is None:
             self.seed = int(np.random.default_rng().integers(2**32))
+        self._coin_seed = int(np.random.default_rng().integers(2**32))  # of what promises no repetition
         try:
             self._load()
         except BaseException:
@@ -76,6 +79,7 @@ class Session:
         for lora in settings.target.loras:
             gguf_file.check_adapter(gguf_file.read_header(lora.path), shards)
         builtin = _builtin(settings.template)
+        check_constraint(settings.sampling)
         self._prepare_process()
         kind, reason = _drafter_kind(settings)
         k_max = speculation.k_max if kind != "none" else 0
@@ -90,9 +94,7 @@ class Session:
         self.engine = self._make_engine(self.model, target, k_max + 1)
         self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
-        banned = tuple(sorted(self.model.end_ids)) if settings.sampling.ignore_eos else ()
-        sampling = settings.sampling
-        self.sampler = Sampler(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, banned)
+        self.sampler = make_sampler(settings.sampling, self.model)
         self.verifier: Verifier = make_verifier(settings.verify, self.sampler)
         self.drafter: Drafter | None = None
         if kind != "none":
@@ -106,6 +108,7 @@ class Session:
             verify=self.verifier.name,
             n_ctx=self.engine.n_ctx,
             is_fixed=speculation.fixed,
+            expectation=self._expectation,
         )
 
     def _settle(self, target: ModelOptions, k_max: int) -> tuple[ModelOptions, int]:
@@ -199,6 +202,10 @@ class Session:
             cancelled=self._hooks.cancelled,
         )
         self.drafter, self.controller = self._drafting.make()
+        if self.controller is not None and engine is not None:
+            costs = self.controller.costs
+            c = costs.c if costs.knows_c else None
+            self._expectation = self.controller.expectation(settings.sampling.temperature, c) or ""
         return kind, ""
 
     def _drafter_label(self, kind: str, draft: ModelOptions | None) -> str:
@@ -283,7 +290,7 @@ class Session:
         accepted_at_s = time.perf_counter() if accepted_at_s is None else accepted_at_s
         seed = self.seed_of(attempt)
         coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
-        state = SequenceState(0, list(prompt), seed or 0, np.random.default_rng(coins))
+        state = SequenceState(0, list(prompt), self._coin_seed if seed is None else seed, np.random.default_rng(coins))
         if speculate and self.controller is not None:
             self.controller.begin_answer()
         limit = None if options.n_predict < 0 else options.n_predict
@@ -291,7 +298,7 @@ class Session:
         if not reuse:
             self._kept.drop()
         n_known = self._kept.open(state) if reuse else 0
-        request = Request(state, accepted_at_s, limit, self._end_ids, options.stops, reuse, n_known)
+        request = Request(state, accepted_at_s, limit, self._end_ids, options.stops, reuse, n_known, options.n_logprobs)
         drafter = self.drafter if speculate else None
         k_max = self.speculation.k if drafter else 0
         piece = self.model.special_piece if options.special else self.model.piece

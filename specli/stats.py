@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from specli.events import Event, Finished, FinishReason, PrefillDone, RoundDone
+from specli.events import Event, Finished, FinishReason, Logprobs, PrefillDone, RoundDone, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class Stats:
     finish_reason: FinishReason | None = None
     tokens: tuple[int, ...] | None = None
     explanation: str = ""
+    logprobs: list[TokenLogprob] | None = None  # one per token, where they were asked for
     proposed: int = 0  # draft tokens that the target judged
     accepted: int = 0  # draft tokens that it accepted
     _emitted: int = 0  # by rounds
@@ -72,9 +73,13 @@ class Stats:
         elif isinstance(event, PrefillDone):
             self.n_prompt, self.n_reused, self.started_at_s = event.n_prompt, event.n_reused, event.started_at_s
             self.first_at_s, self.prefill_s = event.at_s, event.prefill_s
+        elif isinstance(event, Logprobs):
+            self.logprobs = [*(self.logprobs or []), *event.tokens]
         elif isinstance(event, Finished):
             self.finish_reason, self.tokens, self.explanation = event.reason, event.tokens, event.explanation
             self._take_back(event.n_cut)
+            if self.logprobs is not None:
+                del self.logprobs[len(event.tokens) :]
 
     def _count(self, r: _Round, sign: int) -> None:
         """Add a round to the counters (``sign`` 1) or take it out (-1): reading them costs the same at any length."""

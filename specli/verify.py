@@ -24,7 +24,8 @@ import numpy as np
 
 from specli.drafters.base import Choice, Draft, SequenceState
 from specli.engine.base import Rows
-from specli.sampling import Distribution, Probs, Row, Sampler, draw_index, gumbel_noise
+from specli.samplers import Row
+from specli.sampling import Context, Distribution, Probs, Sampler, State, draw_index, gumbel_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,17 @@ class Verifier(Protocol):
     """Judges drafts, and says how a draft model must draw so that it can judge (``Chooser``)."""
 
     name: str
+    sampler: Sampler
     is_sampled: bool
 
-    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
-        """Draw a draft token for ``position`` from the draft's logits row, float32 ``(n_vocab,)``."""
+    def choose(self, row: Row, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Choice:
+        """Draw a draft token behind ``drafted`` from the draft's logits row, float32 ``(n_vocab,)``."""
 
     def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
-        """Judge ``draft``, k tokens, by the target's logits ``rows``, float32 ``(k + 1, n_vocab)``."""
+        """Judge ``draft``, k tokens, by the target's logits ``rows``, float32 ``(k + 1, n_vocab)``.
+
+        ``sequence.state`` is then what the accepted tokens and the next one lead to.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +116,42 @@ class LawVerifier:
     is_sampled = True
 
     def __init__(self, name: str, law: Callable[..., Law], sampler: Sampler) -> None:
-        self.name, self._law, self._sampler = name, law, sampler
+        self.name, self._law, self.sampler = name, law, sampler
 
-    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
+    def choose(self, row: Row, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Choice:
         """A draw from the draft's distribution with the sequence's own coins."""
-        distribution = self._sampler.distribution(row)
-        return Choice(distribution.draw(sequence.rng.random()), distribution)
+        context = _context(self.sampler, sequence, drafted, state)
+        distribution = self.sampler.distribution(row, context)
+        token = distribution.draw(sequence.rng.random())
+        return Choice(token, distribution, self.sampler.advance(context.state, token, distribution))
 
     def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
         """Sample the verdict from the law of this draft under the target's rows."""
         _require_chain(draft)
-        if not draft.ids:  # the law is certain
-            return Verdict(0, self._sampler.distribution(rows[0]).draw(sequence.rng.random()), "bonus")
-        target_probs = [self._sampler.distribution(row) for row in rows]
-        return sample(self._law(draft.ids, draft.distributions, target_probs), sequence.rng)
+        states, target_probs = self._along(draft, rows, sequence)
+        if draft.ids:
+            verdict = sample(self._law(draft.ids, draft.distributions, target_probs), sequence.rng)
+        else:  # the law is certain
+            verdict = Verdict(0, target_probs[0].draw(sequence.rng.random()), "bonus")
+        n = verdict.n_accepted
+        sequence.state = self.sampler.advance(states[n], verdict.next_token, target_probs[n])
+        return verdict
+
+    def _along(self, draft: Draft, rows: Rows, sequence: SequenceState) -> tuple[list[State], list[Distribution]]:
+        """State and target distribution at each position of ``draft``.
+
+        Behind a token that the target never emits there is nothing to judge: the last distribution stands for the
+        rest, whose chance to be reached is 0.
+        """
+        states, target_probs = [_context(self.sampler, sequence, (), None).state], list[Distribution]()
+        for i, row in enumerate(rows):
+            context = _context(self.sampler, sequence, draft.ids[:i], states[i])
+            target_probs.append(self.sampler.distribution(row, context))
+            if i < len(draft):
+                if target_probs[i].prob(draft.ids[i]) == 0:
+                    return states, target_probs + [target_probs[i]] * (len(draft) - i)
+                states.append(self.sampler.advance(states[i], draft.ids[i], target_probs[i]))
+        return states, target_probs
 
 
 class MatchVerifier:
@@ -132,41 +159,51 @@ class MatchVerifier:
 
     is_sampled = False
 
-    def __init__(self, name: str, token: Callable[[Row, SequenceState, int], int]) -> None:
-        self.name, self._token = name, token
+    def __init__(self, name: str, sampler: Sampler) -> None:
+        self.name, self.sampler = name, sampler
 
-    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
-        """The draft's own token for ``position``, a point mass."""
-        return Choice(self._token(row, sequence, position), None)
+    def choose(self, row: Row, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Choice:
+        """The token behind ``drafted``: the draft's or, on the target's row, the one to emit. A point mass."""
+        context, distribution = _context(self.sampler, sequence, drafted, state), None
+        if self.sampler.is_greedy:
+            token = self.sampler.argmax(row, context)
+        else:
+            distribution = self.sampler.distribution(row, context)
+            token = coupled_token(distribution, context.seed, context.position)
+        return Choice(token, None, self.sampler.advance(context.state, token, distribution))
 
     def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
         """Emit the target's token at each position; rows behind the first difference are not looked at."""
         _require_chain(draft)
-        position = len(sequence.tokens)
-        for i, drafted in enumerate(draft.ids):
-            token = self._token(rows[i], sequence, position + i)
-            if token != drafted:
-                return Verdict(i, token, "recovered")
-        k = len(draft)
-        return Verdict(k, self._token(rows[k], sequence, position + k), "bonus")
+        state = sequence.state
+        for i, row in enumerate(rows):
+            token, _, state = self.choose(row, sequence, draft.ids[:i], state)
+            if i == len(draft) or token != draft.ids[i]:
+                break
+        sequence.state = state
+        return Verdict(i, token, "bonus" if i == len(draft) else "recovered")
 
 
 def make_verifier(name: str, sampler: Sampler) -> Verifier:
     """The verifier ``name`` (block, rejection, coupled); temperature 0 makes every one of them greedy."""
     if sampler.is_greedy:
-        return MatchVerifier("greedy", lambda row, _sequence, _position: sampler.argmax(row))
+        return MatchVerifier("greedy", sampler)
     if name == "coupled":
-        return MatchVerifier("coupled", lambda row, sequence, at: _coupled_token(sampler, row, sequence.seed, at))
+        return MatchVerifier("coupled", sampler)
     laws: dict[str, Callable[..., Law]] = {"block": block_law, "rejection": rejection_law}
     return LawVerifier(name, laws[name], sampler)
 
 
-def _coupled_token(sampler: Sampler, row: Row, seed: int, position: int) -> int:
+def coupled_token(distribution: Distribution, seed: int, position: int) -> int:
     """Argmax of log p + noise over the support: a draw from p, the same for everyone who holds the same row."""
-    distribution = sampler.distribution(row)
     with np.errstate(divide="ignore"):  # a probability that underflowed to 0 has score -inf
         scores = np.log(distribution.probs) + gumbel_noise(seed, position, distribution.ids)
     return int(distribution.ids[int(scores.argmax())])
+
+
+def _context(sampler: Sampler, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Context:
+    """What the position behind ``drafted`` may know."""
+    return Context(sequence.tokens, drafted, state or sequence.state or sampler.start(), sequence.seed)
 
 
 def _require_chain(draft: Draft) -> None:

@@ -38,6 +38,7 @@ from specli.sampling import Sampler
 from specli.session import Session
 from specli.verify import make_verifier
 from tests.inflate import inflate
+from tests.memory_sizes import allocated, planned
 
 LARGE_VOCABULARY = 151_936
 README = Path(__file__).parent.parent / "README.md"
@@ -199,14 +200,14 @@ def show(step: Progress) -> None:
         print(f"\r{step.fraction:4.0%} {step.prompt.name}{left}      ", end="", file=sys.stderr, flush=True)
 
 
-def heading(command: str) -> str:
-    """Command, hardware, library, commit and date."""
+def circumstances() -> str:
+    """Hardware, library, commit and date."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=README.parent, capture_output=True, text=True, check=False
     ).stdout.strip()
     found, load_now = machine.hardware(), machine.load_average()
     return (
-        f"`{command}` on {found['cpu']}, {found['logical_cores']} logical cores, "
+        f"{found['cpu']}, {found['logical_cores']} logical cores, "
         f"{int(str(found['ram'] or 0)) / 2**30:.0f} GiB, {found['system']}; Python {platform.python_version()}; commit "
         f"{commit or 'unknown'}; {time.strftime('%Y-%m-%d')}; load before "
         f"{load_now if load_now is None else round(load_now, 2)}."
@@ -219,25 +220,28 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=96, help="tokens per run")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("ratios", "speed"), help="one part, printed and not written")
+    parser.add_argument("--only", choices=("memory", "ratios", "speed"), help="one part of it")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
     draft = registry.find_file(pair.draft)
     parts: dict[str, str] = {}
+    where = circumstances()
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "inflated-1.5b.gguf"
         inflate(target, large)
-        if options.only != "speed":
+        if options.only in (None, "memory"):
+            rows = "\n".join(memory(target, large, draft))
+            parts["memory"] = f"`make bench` on {where}\n\n{_MEMORY_HEAD}\n{rows}\n"
+        if options.only in (None, "ratios"):
             rows = "\n".join(ratios(options, target, large, draft))
-            parts["ratios"] = f"{heading('make bench')}\n\n| figure | value |\n|---|---|\n{rows}\n"
-        if options.only != "ratios":
+            parts["ratios"] = f"`make bench` on {where}\n\n| figure | value |\n|---|---|\n{rows}\n"
+        if options.only in (None, "speed"):
             rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
-            parts["speed"] = f"{heading(f'make bench, -n {options.n}')}\n\n{_SPEED_HEAD}\n{rows}\n"
+            parts["speed"] = f"`make bench`, {options.n} tokens a run, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
     for name, text in parts.items():
         print(text)
-        if options.only is None:
-            README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
+        README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
 
 
 def with_part(page: str, name: str, text: str) -> str:
@@ -245,6 +249,19 @@ def with_part(page: str, name: str, text: str) -> str:
     before, rest = page.split(f"<!-- bench: {name} -->\n", 1)
     _old, after = rest.split("<!-- end -->", 1)
     return f"{before}<!-- bench: {name} -->\n{text}<!-- end -->{after}"
+
+
+_MEMORY_HEAD = "| model | buffer | planned MiB | allocated MiB |\n|---|---|---|---|"
+
+
+def memory(target: Path, large: Path, draft: Path) -> Iterator[str]:
+    """What ``specli plan`` foretells beside what llama.cpp then allocates, per model and buffer."""
+    for title, path in (("default target (Q4_0)", target), ("draft", draft), ("1.5B-class target", large)):
+        options = ModelOptions(path, n_ctx=8192)
+        plan, real = planned(options), allocated(options)
+        for kind, name in sorted(plan.keys() | real.keys()):
+            if max(plan[kind, name], real[kind, name]) > 0:
+                yield f"| {title} | {kind}, {name} | {plan[kind, name] / 100:.2f} | {real[kind, name] / 100:.2f} |"
 
 
 _SPEED_HEAD = (

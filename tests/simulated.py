@@ -9,11 +9,12 @@ import numpy as np
 
 from specli.bench.harness import Harness, Outcome, Plan, Run, Setting, record
 from specli.bench.workloads import Prompt
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.engine.base import Row
 from specli.engine.table import TableEngine
+from specli.request import Request
 from specli.sampling import Sampler
 from specli.verify import make_verifier
 

@@ -14,11 +14,12 @@ import numpy as np
 
 import specli as package
 from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.engine.base import Slice
 from specli.engine.llama import LlamaEngine, LlamaModel
 from specli.events import Event, Text
+from specli.request import Request
 from specli.sampling import Sampler
 from specli.session import Session
 from specli.stats import Stats
@@ -192,6 +193,7 @@ def decode(
     sampler: Sampler = GREEDY,
     verify: str = "block",
     seed: int = 0,
+    n_logprobs: int | None = None,
 ) -> Answer:
     """One answer of an engine that is already loaded."""
     engine.rollback(0, 0)
@@ -199,7 +201,7 @@ def decode(
     end_ids = frozenset(model.end_ids) - frozenset(sampler.banned)
     state = SequenceState(0, list(prompt), seed, np.random.default_rng(seed))
     decoder = Decoder(engine, make_verifier(verify, sampler), model.piece, drafter, k)
-    return collect(decoder.run([Request(state, 0.0, n, end_ids)]))
+    return collect(decoder.run([Request(state, 0.0, n, end_ids, n_logprobs=n_logprobs)]))
 
 
 # -- comparing

@@ -13,13 +13,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from fakes import memo
+from numpy.typing import NDArray
 
 from specli.controller import Controller
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.base import EMPTY, Choice, Draft, Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
@@ -28,8 +30,9 @@ from specli.engine.base import Row, Rows
 from specli.engine.table import LogitsFunction, TableEngine, random_logits
 from specli.estimates import CostModel
 from specli.events import Finished, PrefillDone, RoundDone, SequenceRound
-from specli.sampling import Distribution, Sampler
-from specli.verify import Verdict, Verifier, block_law, make_verifier, rejection_law
+from specli.request import Request
+from specli.sampling import Context, Distribution, Sampler, State
+from specli.verify import LawVerifier, Verdict, Verifier, _context, block_law, make_verifier, rejection_law
 
 UNIT_S = 0.01
 Curve = Callable[[int], float]
@@ -89,28 +92,31 @@ class Coins:
         return chosen
 
 
-class CoinVerifier:
+class CoinVerifier(LawVerifier):
     """Rejection or block, the laws as shipped, with enumerated draws."""
 
     is_sampled = True
 
     def __init__(self, name: str, sampler: Sampler, coins: Coins) -> None:
-        self.name, self._sampler, self._coins = name, sampler, coins
-        self._law = {"rejection": rejection_law, "block": block_law}[name]
+        super().__init__(name, {"rejection": rejection_law, "block": block_law}[name], sampler)
+        self._coins = coins
 
     def _token(self, distribution: Distribution) -> int:
         return int(distribution.ids[self._coins.draw(distribution.probs)])
 
-    def choose(self, row: Row, _sequence: SequenceState, _position: int) -> Choice:
-        distribution = self._sampler.distribution(row)
-        return Choice(self._token(distribution), distribution)
+    def choose(self, row: Row, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Choice:
+        context = _context(self.sampler, sequence, drafted, state)
+        distribution = self.sampler.distribution(row, context)
+        token = self._token(distribution)
+        return Choice(token, distribution, self.sampler.advance(context.state, token, distribution))
 
-    def verify(self, draft: Draft, rows: Rows, _sequence: SequenceState) -> Verdict:
-        law = self._law(draft.ids, draft.distributions, [self._sampler.distribution(row) for row in rows])
+    def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
+        states, target_probs = self._along(draft, rows, sequence)
+        law = self._law(draft.ids, draft.distributions, target_probs)
         n_accepted = self._coins.draw(law.lengths)
-        return Verdict(
-            n_accepted, self._token(law.residual(n_accepted)), "bonus" if n_accepted == len(draft) else "recovered"
-        )
+        token = self._token(law.residual(n_accepted))
+        sequence.state = self.sampler.advance(states[n_accepted], token, target_probs[n_accepted])
+        return Verdict(n_accepted, token, "bonus" if n_accepted == len(draft) else "recovered")
 
 
 V, PROMPT = 3, [0, 1, 2, 0, 1]
@@ -160,6 +166,7 @@ def enumerated(
     cost: tuple[Curve, float],
     uses_ngram: bool = False,
     make: type[AdaptiveDrafter] = AdaptiveDrafter,
+    sampler: Sampler = PLAIN,
 ) -> tuple[Enumeration, LogitsFunction]:
     """All runs of ``n_tokens`` behind the first, K <= 2, each with a controller that starts from the same knowledge."""
     curve, c = cost
@@ -167,7 +174,7 @@ def enumerated(
     near = rows_of(seed + 50, 0.7, target)
     coins, found = Coins(), Enumeration()
     for _ in coins.runs():
-        verifier = CoinVerifier(name, PLAIN, coins)
+        verifier = CoinVerifier(name, sampler, coins)
         engine = TableEngine(target, V, pass_s=lambda n: UNIT_S * curve(n))
         draft_engine = TableEngine(near, V, pass_s=lambda _n: UNIT_S * c)
         controller = Controller(2)
@@ -179,7 +186,7 @@ def enumerated(
         drafter = make(
             controller,
             ModelDrafter(draft_engine, verifier, V),
-            NgramDrafter(min_hit_rate=0.2, size_min=1) if uses_ngram else None,
+            NgramDrafter(min_hit_rate=0.2, size_min=1, sampler=sampler) if uses_ngram else None,
         )
         request = Request(SequenceState(0, list(PROMPT)), 0.0, n_tokens + 1)
         decoder = Decoder(engine, verifier, lambda _t: b"x", drafter, 2, clock=clock_of(engine, draft_engine))
@@ -193,15 +200,20 @@ def enumerated(
     return found, target
 
 
-def law_error(found: Enumeration, target: LogitsFunction, n_tokens: int) -> float:
+def law_error(found: Enumeration, target: LogitsFunction, n_tokens: int, sampler: Sampler = PLAIN) -> float:
     """The largest difference from the target's own law."""
     assert sum(found.law.values()) == pytest.approx(1, abs=1e-12)
     worst = 0.0
     for tokens in itertools.product(range(V), repeat=n_tokens):
         history = [*PROMPT, 0]
-        wanted = 1.0
+        first = sampler.distribution(target(PROMPT), Context(PROMPT, state=sampler.start()))
+        wanted, state = 1.0, sampler.advance(sampler.start(), 0, first)
         for token in tokens:
-            wanted *= PLAIN.distribution(target(history)).prob(token)
+            distribution = sampler.distribution(target(history), Context(history, state=state))
+            wanted *= distribution.prob(token)
+            if wanted == 0:
+                break
+            state = sampler.advance(state, token, distribution)
             history.append(token)
         worst = max(worst, abs(found.law.get(tokens, 0.0) - wanted))
     return worst
@@ -230,6 +242,51 @@ def test_the_emitted_law_is_the_targets_with_the_controller_in_the_loop(
 def test_the_emitted_law_is_the_targets_with_both_drafters(name: str) -> None:
     found, target = enumerated(name, 3, 4, NEAR_BREAK_EVEN[0], uses_ngram=True)
     assert law_error(found, target, 4) < 1e-12
+
+
+class NoThird(NamedTuple):
+    """A toy grammar: no token three times in a row, and at most two 2s."""
+
+    last: tuple[int, ...] = ()
+    n_twos: int = 0
+
+    def allows(self, token: int) -> bool:
+        return self.last != (token, token) and (token != 2 or self.n_twos < 2)
+
+    def best(self, row: Row, n: int | None) -> NDArray[np.int64]:
+        ids = np.array(
+            [i for i in np.argsort(-row, kind="stable") if row[i] > -np.inf and self.allows(int(i))], np.int64
+        )
+        return ids[:n]
+
+    def forced(self) -> int | None:
+        allowed = [token for token in range(V) if self.allows(token)]
+        return allowed[0] if len(allowed) == 1 else None
+
+    def after(self, token: int) -> NoThird:
+        assert self.allows(token)
+        return NoThird((*self.last[-1:], token), self.n_twos + (token == 2))
+
+
+CHAINS = {
+    "penalties and bias": Sampler(
+        1.0, 0, 1.0, 0.0, repeat_penalty=1.4, frequency_penalty=0.3, repeat_last_n=4, bias={1: 0.5}
+    ),
+    "grammar": Sampler(1.0, 0, 1.0, 0.0, constraint=NoThird()),
+    "dry, top-k and grammar": Sampler(0.7, 2, 1.0, 0.0, dry_multiplier=0.7, dry_allowed_length=1, constraint=NoThird()),
+    "mirostat": Sampler(1.0, mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5),
+}
+
+
+@pytest.mark.parametrize("uses_ngram", [False, True], ids=["draft", "both"])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_the_law_is_the_processed_one(name: str, chain: str, uses_ngram: bool) -> None:
+    """Penalties, bias, a grammar and mirostat see what stands before a position, and nothing of what was rejected."""
+    sampler = CHAINS[chain]
+    found, target = enumerated(name, 3, 4, NEAR_BREAK_EVEN[0], uses_ngram, sampler=sampler)
+    assert law_error(found, target, 4, sampler) < 1e-12
+    assert law_error(found, target, 4) > 1e-3  # and not the bare model's
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])

@@ -13,10 +13,11 @@ from specli.bench import report
 from specli.bench.harness import GROUP, Interrupted, Plan, Progress, Setting, n_runs, order, record
 from specli.bench.statistics import speedup
 from specli.bench.workloads import Prompt
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import SequenceState
 from specli.engine.table import TableEngine, scripted_logits
 from specli.errors import ContextOverflow
+from specli.request import Request
 from specli.sampling import Sampler
 from specli.verify import make_verifier
 

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import HANG_S, CommandLine
 
@@ -637,6 +638,34 @@ def test_ctrl_c_in_a_long_prompt(specli, q4_0_path, tmp_path):
         assert b"Traceback" not in err
         figures = strict_json(told.read_bytes())
         assert (figures["finish_reason"], figures["tokens"], figures["ttft_s"]) == ("cancelled", [], None)
+
+
+@POSIX
+@pytest.mark.model
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_random_interrupts(specli, q4_0_path, draft_path, drafter):
+    """During start, load, prompt, draft, verify, print: 130, what was written is the text's beginning, nothing hangs.
+
+    Seeded moments between the first one that a handler can be there and the end; SPECLI_INTERRUPTS sets how many.
+    """
+    command = ["run", "-m", q4_0_path, "--spec-type", drafter, "--temp", "0", "-n", "120", "-fa", "on", "-t", "1"]
+    command += ["-md", draft_path] if drafter == "draft" else []
+    prompt = "Here is a list of animals, one per line: cat, dog, cow. Repeat it three times, then go on. " * 4
+    started_s = time.monotonic()
+    whole = specli(*command, "-p", prompt)
+    took_s = time.monotonic() - started_s
+    assert whole.code == 0
+    rng, codes = np.random.default_rng(11), []
+    for _ in range(int(os.environ.get("SPECLI_INTERRUPTS", "10"))):
+        with specli.start(*command, "-p", prompt) as process:
+            time.sleep(rng.uniform(0.1, 1.1 * took_s))  # before that the interpreter itself is starting
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=HANG_S)
+            codes.append(130 if process.returncode == -signal.SIGINT else process.returncode)  # as a shell has it
+            assert whole.out.startswith(out.removesuffix(b"\n")), out
+            assert b"Traceback" not in err, err
+            assert codes[-1] == 130 or (codes[-1] == 0 and out == whole.out)
+    assert codes.count(130) >= len(codes) // 2
 
 
 @POSIX

@@ -82,6 +82,26 @@ BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
     (KvOverride, "key", "--override-kv", ["", "k" * 128, "é" * 64], ["k" * 127]),
     (KvOverride, "value", "--override-kv", [2**63, -(2**63) - 1, NAN, INF, "x" * 128], [0, True, 1.5, "", "x" * 127]),
     (Lora, "scale", "--lora-scaled", [NAN, INF], [0.0, -1.0, 2.5]),
+    (SamplingOptions, "typical_p", "--typical", [0.0, -0.1, 1.1, NAN], [0.1, 1.0]),
+    (SamplingOptions, "top_n_sigma", "--top-nsigma", [NAN, INF], [-1.0, 0.0, 2.5]),
+    (SamplingOptions, "xtc_probability", "--xtc-probability", [-0.1, 1.1, NAN], [0.0, 1.0]),
+    (SamplingOptions, "xtc_threshold", "--xtc-threshold", [-0.1, 1.1, NAN], [0.0, 0.6, 1.0]),
+    (SamplingOptions, "dynatemp_range", "--dynatemp-range", [-0.1, NAN, INF], [0.0, 0.5]),
+    (SamplingOptions, "dynatemp_exponent", "--dynatemp-exp", [0.0, -1.0, NAN, INF], [0.5, 1.0]),
+    (SamplingOptions, "repeat_last_n", "--repeat-last-n", [-2, 2**31], [-1, 0, 64]),
+    (SamplingOptions, "repeat_penalty", "--repeat-penalty", [0.0, -1.0, NAN, INF, 1e-300], [0.5, 1.0, 1.5]),
+    (SamplingOptions, "presence_penalty", "--presence-penalty", [NAN, INF], [-2.0, 0.0, 2.0]),
+    (SamplingOptions, "frequency_penalty", "--frequency-penalty", [NAN, -INF], [-2.0, 0.0, 2.0]),
+    (SamplingOptions, "dry_multiplier", "--dry-multiplier", [NAN, INF], [0.0, 0.8]),
+    (SamplingOptions, "dry_base", "--dry-base", [0.5, 0.0, NAN, INF], [1.0, 1.75]),
+    (SamplingOptions, "dry_allowed_length", "--dry-allowed-length", [-1, 2**31], [0, 2]),
+    (SamplingOptions, "dry_penalty_last_n", "--dry-penalty-last-n", [-2, 2**31], [-1, 0, 64]),
+    (SamplingOptions, "mirostat", "--mirostat", [-1, 3], [0, 1, 2]),
+    (SamplingOptions, "mirostat_tau", "--mirostat-ent", [-1.0, NAN, INF], [0.0, 5.0]),
+    (SamplingOptions, "mirostat_eta", "--mirostat-lr", [-1.0, NAN, INF], [0.0, 0.1]),
+    (SamplingOptions, "samplers", "--samplers", [("top_q",), ("top_k", "top_k")], [(), ("top_k", "temperature")]),
+    (SamplingOptions, "logit_bias", "--logit-bias", [((-1, 1.0),), ((3, NAN),), ((3, INF),)], [((3, -INF),), ()]),
+    (GenerationOptions, "n_logprobs", "--logprobs", [-1, 101], [None, 0, 100]),
     (TemplateOptions, "source", "--chat-template", [""], [None, "chatml", "{{ messages }}"]),
     (TemplateOptions, "kwargs", "--chat-template-kwargs", [{"messages": []}], [{}, {"enable_thinking": False}]),
     (ProcessOptions, "cpus", "-C", [frozenset(), frozenset({-1})], [None, frozenset({0, 5})]),
@@ -121,6 +141,7 @@ def test_bounds(kind: type, name: str, flag: str, refused: list[Any], taken: lis
 def test_every_setting_with_a_bound_has_a_case() -> None:
     free = {"path", "name", "ignore_eos", "special", "fixed", "warmup", "swa_full", "kv_offload"}
     free |= {"placement", "rope", "kv_overrides", "loras"}  # kinds of their own
+    free |= {"dry_breakers", "grammar", "json_schema"}  # texts, judged where they are used
     settings = {(kind, field.name) for kind in OPTIONS for field in dataclasses.fields(kind)}
     assert {(kind, name) for kind, name, *_ in BOUNDS} == {(kind, name) for kind, name in settings if name not in free}
 

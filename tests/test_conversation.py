@@ -20,7 +20,7 @@ from specli.chat import Message
 from specli.config import GenerationOptions, SamplingOptions
 from specli.controller import Controller
 from specli.conversation import Conversation
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.base import Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
@@ -30,6 +30,7 @@ from specli.engine.table import TableEngine, random_logits
 from specli.errors import Cancelled, ConfigError, ContextOverflow, EngineError
 from specli.events import Finished, PrefillDone, Text
 from specli.prefix import STARTS_OVER, KeptPrefix, common_prefix
+from specli.request import Request
 from specli.sampling import Sampler
 from specli.session import Hooks, Session
 from specli.stats import Stats, Totals

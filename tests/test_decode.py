@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from fakes import FALSE_ALARM, FakeDrafter, chi_square_p, memo
 
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import Draft, Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.engine.base import Evaluation, Row, Slice
 from specli.engine.table import LogitsFunction, TableEngine, random_logits, scripted_logits
 from specli.errors import Cancelled, ConfigError, ContextOverflow, EngineError, RollbackUnsupported
 from specli.events import Event, Finished, PrefillDone, Provenance, RoundDone, Text
+from specli.request import Request
 from specli.sampling import Sampler
 from specli.stats import Stats
 from specli.verify import Verifier, make_verifier
@@ -162,7 +163,7 @@ def naive(
     state = SequenceState(0, list(prompt), seed)
     for _ in range(n):
         row = np.array(logits(state.tokens), np.float32)
-        state.tokens.append(verifier.choose(row, state, len(state.tokens)).token)
+        state.tokens.append(verifier.choose(row, state, [], None).token)
     return state.tokens[len(prompt) :]
 
 

@@ -24,6 +24,7 @@ from support import (
     settings,
 )
 
+from specli.chain import make_sampler
 from specli.chat import Message
 from specli.config import SamplingOptions
 from specli.drafters.model import ModelDrafter
@@ -66,7 +67,9 @@ class Pair:
     def prompt(self, text: str) -> list[int]:
         return self.session.chat_ids([Message("user", text)])
 
-    def answer(self, prompt, n, drafter="none", k=0, *, sampler=GREEDY, verify="block", seed=0) -> Answer:
+    def answer(
+        self, prompt, n, drafter="none", k=0, *, sampler=GREEDY, verify="block", seed=0, n_logprobs=None
+    ) -> Answer:
         n = min(n, EXACT_TOKENS - len(prompt)) if n == EXACT_TOKENS else n
         return decode(
             self.engine,
@@ -77,6 +80,7 @@ class Pair:
             sampler=sampler,
             verify=verify,
             seed=seed,
+            n_logprobs=n_logprobs,
         )
 
     def drafter(self, name, verifier, sampler):
@@ -84,7 +88,7 @@ class Pair:
         if name == "draft":
             self.draft.rollback(0, 0)
             return ModelDrafter(self.draft, verifier, self.session.model.n_vocab, end_ids)
-        return NgramDrafter(end_ids) if name == "ngram" else None
+        return NgramDrafter(end_ids, sampler=verifier.sampler) if name == "ngram" else None
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +306,93 @@ def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, 
     assert told["text"].encode() == outputs["plain"]
     assert told["speculating"] is True
     assert 0 < told["accepted"] <= told["proposed"]
+
+
+CHAINS: dict[str, dict[str, object]] = {
+    "penalties": {"repeat_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "top-n-sigma": {"top_n_sigma": 1.5},
+    "typical": {"typical_p": 0.7},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.1},
+    "dynamic temperature": {"dynatemp_range": 0.5},
+    "mirostat 1": {"mirostat": 1, "mirostat_tau": 3.0},
+    "mirostat 2": {"mirostat": 2, "mirostat_tau": 3.0},
+    "bias": {"bias": {28: 3.0, 198: -2.0}},
+    "another order": {"repeat_penalty": 1.3, "samplers": ("top_k", "penalties", "temperature", "min_p")},
+    "grammar": {"grammar": 'root ::= line+\nline ::= [A-Z] [a-z ]+ "." "\\n"'},
+    "schema": {
+        "json_schema": '{"type": "object", "properties": {"colour": {"type": "string"}, "why": {"type": "string"}}}'
+    },
+}
+
+
+def chain_of(pair: Pair, name: str, temperature: float) -> Sampler:
+    options = dict(CHAINS[name])
+    bias = options.pop("bias", {})
+    return replace(make_sampler(SamplingOptions(temperature, **options), pair.session.model), bias=bias)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_sampler_gives_plain_decodings_text(pair, name, temperature):
+    """Cases H1, H3, H5, H6, H7: greedy, and with a seed, whatever drafts."""
+    sampler, prompt = chain_of(pair, name, temperature), pair.prompt(PROMPTS[1][0])
+    how = {"sampler": sampler, "verify": "coupled", "seed": 5}
+    plain = pair.answer(prompt, 40, **how)
+    for drafter, k in (("draft", 4), ("ngram", 8)):
+        assert_identical(plain, pair.answer(prompt, 40, drafter, k, **how), name, drafter, k)
+    if temperature == 0 and name in ("bias", "grammar", "schema"):
+        assert plain.tokens != pair.answer(prompt, 40).tokens  # it is in use
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_bias_reaches_every_position(pair, drafter):
+    """Cases H5, H6."""
+    prompt = pair.prompt(PROMPTS[0][0])
+    second = pair.answer(prompt, 8).tokens[1]
+    banned = pair.answer(prompt, 64, drafter, 4, sampler=replace(GREEDY, bias={second: -100.0}))
+    assert second not in banned.tokens
+    one = pair.answer(prompt, 24, drafter, 4, sampler=replace(GREEDY, bias={28: 100.0}))
+    assert set(one.tokens) == {28}
+
+
+@pytest.mark.parametrize("verify", ["block", "rejection", "coupled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_schema_is_kept_at_temperature_1(pair, drafter, verify):
+    """Cases H8: a nullable field; rejected proposals do not advance the grammar."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": ["integer", "null"], "maximum": 99},
+        },
+        "required": ["name", "age"],
+    }
+    sampler = make_sampler(SamplingOptions(1.0, json_schema=json.dumps(schema)), pair.session.model)
+    prompt, accepted = pair.prompt("Invent a person, as JSON."), 0
+    for seed in range(5):
+        answer = pair.answer(prompt, 150, drafter, 4, sampler=sampler, verify=verify, seed=seed)
+        assert answer.reason == "eos"
+        person = json.loads(answer.text)
+        assert set(person) == {"name", "age"}
+        assert person["age"] is None or isinstance(person["age"], int)
+        accepted += answer.stats.accepted
+    assert accepted > 0 or drafter == "ngram"
+
+
+def test_logprobs_are_plain_decodings(pair):
+    """Cases M11, M12: one per token, at most 0, the same with and without a draft; those of a row add up to 1."""
+    prompt, answers = pair.prompt(PROMPTS[4][0]), {}
+    for drafter, k in (("none", 0), ("draft", 4), ("ngram", 4)):
+        answers[drafter] = pair.answer(prompt, 40, drafter, k, n_logprobs=3)
+    plain = answers["none"].stats.logprobs
+    for answer in answers.values():
+        found = answer.stats.logprobs
+        assert [entry.token for entry in found] == list(answer.tokens)
+        for entry, same in zip(found, plain, strict=True):
+            assert entry.logprob <= 0
+            assert entry.logprob == pytest.approx(same.logprob, abs=1e-3)
+            assert [token for token, _ in entry.top] == [token for token, _ in same.top]
+            assert entry.top[0] == (entry.token, entry.logprob)  # greedy
+    everything = pair.answer(prompt, 3, "draft", 4, n_logprobs=100).stats.logprobs
+    assert all(0.5 < sum(np.exp(logprob) for _token, logprob in entry.top) <= 1 + 1e-9 for entry in everything)

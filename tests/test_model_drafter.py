@@ -13,7 +13,7 @@ from specli.drafters.model import ModelDrafter
 from specli.engine.base import Row
 from specli.engine.table import LogitsFunction, TableEngine, random_logits
 from specli.errors import EngineError
-from specli.sampling import Sampler, top_probability
+from specli.sampling import Sampler, State, top_probability
 from specli.verify import Verifier, make_verifier
 
 V = 7
@@ -42,14 +42,14 @@ class Chooser:
     """Another verifier's choices, and the positions at which they were asked for."""
 
     def __init__(self, verifier: Verifier) -> None:
-        self._verifier, self.is_sampled = verifier, verifier.is_sampled
+        self._verifier, self.is_sampled, self.sampler = verifier, verifier.is_sampled, verifier.sampler
         self.positions: list[int] = []
         self.rows: list[Row] = []
 
-    def choose(self, row: Row, sequence: SequenceState, position: int) -> Choice:
-        self.positions.append(position)
+    def choose(self, row: Row, sequence: SequenceState, drafted: Sequence[int], state: State | None) -> Choice:
+        self.positions.append(len(sequence.tokens) + len(drafted))
         self.rows.append(row.copy())
-        return self._verifier.choose(row, sequence, position)
+        return self._verifier.choose(row, sequence, drafted, state)
 
 
 class Loop:

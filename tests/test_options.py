@@ -415,7 +415,7 @@ def test_values_attached_to_short_names_are_refused(command, attached):
 
 def test_flags_that_we_lack_say_what_to_do_instead(command):
     for name, advice in (
-        ("--grammar", "leave it out"),
+        ("--adaptive-target", "leave it out"),
         ("--poll", "OMP_WAIT_POLICY"),
         ("--poll-draft", "OMP_WAIT_POLICY"),
         ("-Cd", "use -C or -Cr"),

@@ -81,7 +81,16 @@ CASES: dict[str, list[str]] = {
         "test_cli.py::test_a_value_out_of_range_is_named",
         "test_decode.py::test_emitted_tokens_have_the_targets_law",
     ],
+    "H1": ["test_identity.py::test_every_sampler_gives_plain_decodings_text"],
+    "H3": ["test_identity.py::test_every_sampler_gives_plain_decodings_text"],
     "H4": ["test_decode.py::test_verified_rows_see_the_right_history"],
+    "H5": ["test_identity.py::test_a_bias_reaches_every_position"],
+    "H6": ["test_identity.py::test_a_bias_reaches_every_position"],
+    "H7": [
+        "test_identity.py::test_every_sampler_gives_plain_decodings_text",
+        "test_identity.py::test_logprobs_are_plain_decodings",
+    ],
+    "H8": ["test_identity.py::test_a_schema_is_kept_at_temperature_1"],
     "H11": ["test_verify.py::test_greedy_draft_on_the_public_example"],
     "H13": ["test_verify.py::test_first_token_of_a_judged_draft_has_the_targets_law"],
     "I1": ["test_session.py::test_an_empty_prompt_is_refused_and_the_next_one_served"],
@@ -116,6 +125,8 @@ CASES: dict[str, list[str]] = {
     "L6": ["test_cli.py::test_arguments_and_paths_may_be_any_language"],
     "L8": ["test_cli.py::test_prompts_that_cannot_be_used", "test_bad_files.py::test_bytes_that_are_not_text"],
     "L9": ["test_cli.py::test_output_is_utf_8_whatever_the_locale"],
+    "M11": ["test_identity.py::test_logprobs_are_plain_decodings"],
+    "M12": ["test_identity.py::test_logprobs_are_plain_decodings"],
 }
 ELSEWHERE = {
     "C7": "a request of the server",
@@ -129,11 +140,12 @@ SECTIONS = {
     "D": (1, 2, 4, 6, 7, 8, 10),
     "F": (1, 4, 5, 6, 7),
     "G": (1, 3, 4, 5, 7, 9, 10, 11, 13, 15, 16),
-    "H": (4, 11, 13),
+    "H": (1, 3, 4, 5, 6, 7, 8, 11, 13),
     "I": (1, 3, 5, 6, 8),
     "J": (1, 3, 4, 5, 7, 8, 10, 11, 12, 13, 14),
     "K": (1, 4, 6, 7, 8),
     "L": (1, 3, 4, 6, 8, 9),
+    "M": (11, 12),
 }
 ENDLESS = SamplingOptions(temperature=0, ignore_eos=True)
 POSIX = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and descriptors")

@@ -16,7 +16,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from specli.errors import EngineError
-from specli.sampling import Distribution, Sampler, top_ids, top_probability
+from specli.samplers import top_ids
+from specli.sampling import Distribution, Sampler, top_probability
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 BOUNDARY = 1e-6  # nearer boundaries may fall on either side in llama.cpp's float32 ...

@@ -150,7 +150,7 @@ def test_a_greedy_verifier_that_accepts_one_too_many_fails_law_and_text(monkeypa
         verdict = right(self, draft, rows, sequence)
         if self.name == "greedy" and verdict.n_accepted < len(draft):
             n = verdict.n_accepted + 1
-            return Verdict(n, self._token(rows[n], sequence, len(sequence.tokens) + n), "recovered")
+            return Verdict(n, self.choose(rows[n], sequence, draft.ids[:n], None).token, "recovered")
         return verdict
 
     monkeypatch.setattr(MatchVerifier, "verify", wrong)
@@ -158,18 +158,15 @@ def test_a_greedy_verifier_that_accepts_one_too_many_fails_law_and_text(monkeypa
 
 
 def test_noise_that_depends_on_the_draft_fails_the_seed(monkeypatch):
-    right = verify._coupled_token
-
     def make(name, sampler):
         if name != "coupled":
             return original(name, sampler)
 
         class Wrong(MatchVerifier):
             def verify(self, draft, rows, sequence):
-                self._token = lambda row, state, at: right(sampler, row, state.seed + len(draft), at)
-                return super().verify(draft, rows, sequence)
+                return super().verify(draft, rows, replace(sequence, seed=sequence.seed + len(draft)))
 
-        return Wrong("coupled", lambda row, state, at: right(sampler, row, state.seed, at))
+        return Wrong("coupled", sampler)
 
     original = verify.make_verifier
     monkeypatch.setattr(verify, "make_verifier", make)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from support import generate, load_model, make_engine, settings
+from memory_sizes import N_ROWS, Sizes, allocated, planned
+from support import generate, load_model, settings
 from tiny_gguf import write_lora
 
 from specli.config import KvOverride, Lora, ModelOptions, PlacementOptions
@@ -21,11 +21,6 @@ from specli.errors import EngineError, ModelLoadError
 from specli.memory_plan import HOST, HOST_RESERVE, MIB, Room, Setup, make_plan, rough_bound
 from specli.memory_search import choose, suggest
 from specli.session import Hooks, Session
-
-SIZE = re.compile(r"\w+: +(.+?) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
-KINDS = {"model": "weights", "KV": "kv", "RS": "state", "compute": "compute", "output": "output"}
-N_ROWS = 4
-Sizes = Counter[tuple[str, str]]  # (kind, buffer) -> hundredths of a MiB, what the log is rounded to
 
 TINY = [
     ("llama", {}, {}),
@@ -49,32 +44,6 @@ def rooms(free_mib: float) -> tuple[Room, ...]:
     return (Room(HOST, "RAM", round(free_mib * MIB), round(free_mib * MIB), HOST_RESERVE),)
 
 
-def planned(options: ModelOptions) -> Sizes:
-    with LlamaSizer() as sizer:
-        buffers = sizer.measure(options, N_ROWS).buffers
-    sizes: Sizes = Counter()
-    for part in buffers:
-        n_bytes = part.n_bytes // N_ROWS if part.kind == "output" else part.n_bytes  # it begins with one row
-        sizes[part.kind, part.name] += round(100 * n_bytes / MIB)
-    return sizes
-
-
-def allocated(options: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    """The same of a real load, from its log."""
-    monkeypatch.setattr(LOG, "lines", deque())
-    monkeypatch.setattr(LOG, "clear", lambda: None)
-    with (
-        closing(load_model(**options.__dict__)) as model,
-        closing(make_engine(model, N_ROWS, **{k: v for k, v in options.__dict__.items() if k not in ("path", "name")})),
-    ):
-        text = [line for _level, line in LOG.lines]
-    sizes: Sizes = Counter()
-    for line in text:
-        if match := SIZE.match(line):
-            sizes[KINDS[match[2]], match[1]] += round(100 * float(match[3]))
-    return sizes
-
-
 def assert_equal(plan: Sizes, real: Sizes, tolerance: int) -> None:
     """Within the log's rounding: 0.01 MiB per line."""
     plan, real = (Counter({key: n for key, n in sizes.items() if n > tolerance}) for sizes in (plan, real))
@@ -89,7 +58,7 @@ def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_m
     is_mapped = asked.load_mode in ("auto", "mmap", "mmap+mlock")
     assert plan["weights", "CPU_Mapped" if is_mapped else HOST] > 0
     assert plan["state" if architecture == "mamba" else "kv", HOST] > 0
-    assert_equal(plan, allocated(asked, monkeypatch), tolerance=2)
+    assert_equal(plan, allocated(asked), tolerance=2)
 
 
 @pytest.mark.model
@@ -100,7 +69,7 @@ def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_m
 @pytest.mark.parametrize("which", ["target_path", "q4_0_path", "draft_path"])
 def test_the_default_pair_gets_what_was_planned(which, options, request, monkeypatch) -> None:
     asked = ModelOptions(request.getfixturevalue(which), **options)
-    assert_equal(planned(asked), allocated(asked, monkeypatch), tolerance=1)
+    assert_equal(planned(asked), allocated(asked), tolerance=1)
 
 
 @pytest.mark.model

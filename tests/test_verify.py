@@ -332,7 +332,7 @@ def test_first_token_of_a_judged_draft_has_the_targets_law(name: str) -> None:
     counts, n_accepted = np.zeros(3), 0
     for seed in range(n):
         state = SequenceState(0, [0], seed, np.random.default_rng(seed))
-        token, distribution = verifier.choose(q, state, 1)
+        token, distribution, _state = verifier.choose(q, state, [], None)
         verdict = verifier.verify(Draft([token], [distribution]), p, state)
         counts[token if verdict.n_accepted else verdict.next_token] += 1
         n_accepted += verdict.n_accepted
@@ -360,7 +360,7 @@ def test_coupled_tokens_of_one_seed_are_independent_over_positions() -> None:
     probs = np.array([0.5, 0.3, 0.2])
     rows, counts, last = rows_of(probs), np.zeros((3, 3)), 0
     for position in range(1, n + 1):
-        token = verifier.choose(rows[0], SequenceState(0, [], 4), position).token
+        token = verifier.choose(rows[0], SequenceState(0, [0] * position, 4), [], None).token
         counts[last, token] += 1
         last = token
     assert chi_square_p(counts, n * np.outer(probs, probs)) > FALSE_ALARM
@@ -371,7 +371,7 @@ def test_coupled_emits_the_same_with_any_draft_and_ignores_the_states_coins() ->
     rows = np.random.default_rng(19).normal(0, 2, (4, 50)).astype(np.float32)
     for seed in range(100):
         state = SequenceState(0, [3, 4], seed, np.random.default_rng())
-        wanted = [verifier.choose(row, state, 2 + i).token for i, row in enumerate(rows)]
+        wanted = [verifier.choose(row, state, [0] * i, None).token for i, row in enumerate(rows)]
         for n_right in range(4):
             ids = [*wanted[:n_right], *[(t + 1) % 50 for t in wanted[n_right:3]]]
             verdict = verifier.verify(Draft(ids, [None] * 3), rows.copy(), state)
@@ -452,7 +452,7 @@ def test_temperature_zero_makes_every_verifier_greedy(name: str) -> None:
 def test_greedy_takes_the_lowest_id_of_a_tie_on_every_path() -> None:
     verifier, state = make_verifier("greedy", Sampler(temperature=0)), SequenceState(0, [0])
     tie = np.array([0, 3, 1, 3, 3], np.float32)
-    assert verifier.choose(tie, state, 1) == (1, None)  # the draft's choice
+    assert verifier.choose(tie, state, [], None)[:2] == (1, None)  # the draft's choice
     assert verifier.verify(EMPTY, tie[None], state).next_token == 1  # plain, bonus
     rows = np.stack([tie, tie])
     for other in (0, 2, 3, 4):

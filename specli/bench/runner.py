@@ -23,10 +23,11 @@ from specli.bench.harness import Interrupted, Run, Setting, record
 from specli.bench.workloads import Prompt
 from specli.chat import Message
 from specli.config import AUTO_K
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.engine.base import Slice
 from specli.errors import ConfigError, ContextOverflow
+from specli.request import Request
 from specli.verify import Verifier, make_verifier
 
 if TYPE_CHECKING:

@@ -36,11 +36,8 @@ _LACKING_NAMES = """
 --swa-checkpoints -cms --checkpoint-min-step -cram --cache-ram -kvu --kv-unified -no-kvu --no-kv-unified
 --cache-idle-slots --no-cache-idle-slots --context-shift --no-context-shift --perf --no-perf --show-timings
 --no-show-timings -bf --binary-file -ptc --print-token-count --prompt-cache --prompt-cache-all --prompt-cache-ro -mli
---multiline-input --in-prefix-bos --in-prefix --in-suffix --spm-infill --samplers --sampler-seq --sampling-seq
---top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p --repeat-last-n --repeat-penalty
---presence-penalty --frequency-penalty --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n
---dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr
---mirostat-ent -l --logit-bias --grammar --grammar-file -j --json-schema -jf --json-schema-file -bs --backend-sampling
+--multiline-input --in-prefix-bos --in-prefix --in-suffix --spm-infill --adaptive-target --adaptive-decay -bs
+--backend-sampling
 --pooling -gan --grp-attn-n -gaw --grp-attn-w --repack -nr --no-repack --no-host -dt --defrag-thold -np --parallel -cb
 --cont-batching -nocb --no-cont-batching -mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto
 --mmproj-offload --no-mmproj-offload --image --audio --video --image-min-tokens --image-max-tokens

@@ -56,7 +56,8 @@ def flattened(command: _Command) -> _Command:
     return gather  # type: ignore[return-value]
 
 
-def _option(*names: str, panel: str, help: str, env: str | None = None, metavar: str | None = None) -> Any:  # noqa: ANN401
+def make_option(*names: str, panel: str, help: str, env: str | None = None, metavar: str | None = None) -> Any:  # noqa: ANN401
+    """One option of a group."""
     is_switch = any("/" in name for name in names)  # whose default Typer shows as one of the names
     return typer.Option(
         *names, envvar=env, rich_help_panel=panel, help=help, metavar=metavar, show_default=not is_switch
@@ -71,8 +72,8 @@ def _list_devices(asked: bool) -> None:
         raise typer.Exit
 
 
-_Devices = functools.partial(_option, panel=DEVICES)
-_Rope = functools.partial(_option, panel=ROPE)
+_Devices = functools.partial(make_option, panel=DEVICES)
+_Rope = functools.partial(make_option, panel=ROPE)
 
 
 @dataclass(frozen=True)
@@ -315,18 +316,20 @@ class ProcessFlags:
 
     cpu_mask: Annotated[
         str | None,
-        _option("-C", "--cpu-mask", panel=HARDWARE, metavar="HEX", help="CPUs to run on, target and draft alike."),
+        make_option("-C", "--cpu-mask", panel=HARDWARE, metavar="HEX", help="CPUs to run on, target and draft alike."),
     ] = None
     cpu_range: Annotated[
         str | None,
-        _option("-Cr", "--cpu-range", panel=HARDWARE, metavar="LO-HI", help="The same as a range; both add up."),
+        make_option("-Cr", "--cpu-range", panel=HARDWARE, metavar="LO-HI", help="The same as a range; both add up."),
     ] = None
     prio: Annotated[
-        int, _option("--prio", panel=HARDWARE, help="Priority: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")
+        int, make_option("--prio", panel=HARDWARE, help="Priority: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")
     ] = ProcessOptions.priority
     numa: Annotated[
         str | None,
-        _option("--numa", panel=HARDWARE, env="LLAMA_ARG_NUMA", metavar="TYPE", help="distribute, isolate or numactl."),
+        make_option(
+            "--numa", panel=HARDWARE, env="LLAMA_ARG_NUMA", metavar="TYPE", help="distribute, isolate or numactl."
+        ),
     ] = ProcessOptions.numa
 
     def options(self) -> ProcessOptions:
@@ -341,7 +344,7 @@ class TemplateFlags:
 
     chat_template: Annotated[
         str | None,
-        _option(
+        make_option(
             "--chat-template",
             panel=TEMPLATE,
             env="LLAMA_ARG_CHAT_TEMPLATE",
@@ -351,7 +354,7 @@ class TemplateFlags:
     ] = None
     chat_template_file: Annotated[
         str | None,
-        _option(
+        make_option(
             "--chat-template-file",
             panel=TEMPLATE,
             env="LLAMA_ARG_CHAT_TEMPLATE_FILE",
@@ -361,7 +364,7 @@ class TemplateFlags:
     ] = None
     chat_template_kwargs: Annotated[
         str | None,
-        _option(
+        make_option(
             "--chat-template-kwargs",
             panel=TEMPLATE,
             env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
@@ -393,21 +396,21 @@ class TextFlags:
 
     system_file: Annotated[
         str | None,
-        _option("-sysf", "--system-prompt-file", panel=PROMPT, metavar="FILE", help="System message from a file."),
+        make_option("-sysf", "--system-prompt-file", panel=PROMPT, metavar="FILE", help="System message from a file."),
     ] = None
     escape: Annotated[
         bool,
-        _option(
+        make_option(
             *("-e", "--escape/--no-escape"),
             panel=PROMPT,
             help=r"\n, \t, \xHH and the like in -p, -f FILE and -r mean what they stand for.",
         ),
     ] = True
-    special: Annotated[bool, _option("-sp", "--special", panel=PROMPT, help="Show control tokens in the answer.")] = (
-        False
-    )
+    special: Annotated[
+        bool, make_option("-sp", "--special", panel=PROMPT, help="Show control tokens in the answer.")
+    ] = False
     color: Annotated[
-        str, _option("-co", "--color", panel=PROMPT, metavar="on|off|auto", help="Tints on a terminal.")
+        str, make_option("-co", "--color", panel=PROMPT, metavar="on|off|auto", help="Tints on a terminal.")
     ] = "auto"
 
     def system(self, text: str | None) -> str | None:

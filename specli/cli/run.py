@@ -19,6 +19,7 @@ from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
 from specli.cli.option_groups import LoadingFlags, ProcessFlags, TemplateFlags, TextFlags, flattened
 from specli.cli.prompt import read_prompt
+from specli.cli.sampler_flags import SamplerFlags
 from specli.cli.show_config import show_config as print_config
 from specli.cli.stats_json import StatsJson
 from specli.config import (
@@ -92,6 +93,7 @@ def run(
     debug: o.Debug = False,
     *,
     texts: TextFlags,
+    samplers: SamplerFlags,
     template: TemplateFlags,
     loading: LoadingFlags,
     process: ProcessFlags,
@@ -99,7 +101,7 @@ def run(
     """Complete a prompt, or chat where none is given, faster with a draft, with the target's own words."""
     choice = ModelChoice.of(context)
     system = texts.system(system)
-    generation = GenerationOptions(n_predict, texts.stops(stops), texts.special)
+    generation = samplers.generation(GenerationOptions(n_predict, texts.stops(stops), texts.special))
     kind, note = map_spec_type(spec_type)
     target = ModelOptions(
         path=choice.model or Path(),
@@ -125,8 +127,8 @@ def run(
         cache_type_v=cache_type_v_draft,
     )
     draft = loading.draft(draft)
-    sampling = SamplingOptions(
-        temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos
+    sampling = samplers.options(
+        SamplingOptions(temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos)
     )
     speculation = SpeculationOptions(kind, draft_length(draft_max), draft_min, draft_p_min, verify, draft_fixed)
     settings = Settings(

@@ -39,6 +39,7 @@ class StatsJson:
             "verify": speculation.verify,
             "speculating": speculation.active,
             "reason": speculation.reason or None,
+            "logprobs": _logprobs(session, stats),
             "controller": session.controller.report() if session.controller is not None else None,
             **more,
         }
@@ -53,3 +54,18 @@ class StatsJson:
         except OSError as error:
             raise ConfigError(f"--stats-json {self._target} cannot be written: {error.strerror}") from error
         self._mode = "a"
+
+
+def _logprobs(session: Session, stats: Stats) -> list[dict[str, object]] | None:
+    """As llama-server's: id, text and bytes of each token, its log probability and those of the likeliest."""
+    if stats.logprobs is None:
+        return None
+
+    def entry(token: int, logprob: float) -> dict[str, object]:
+        piece = session.model.special_piece(token)
+        return {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": logprob}
+
+    return [
+        {**entry(found.token, found.logprob), "top_logprobs": [entry(*other) for other in found.top]}
+        for found in stats.logprobs
+    ]

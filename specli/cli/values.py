@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from specli.config import KV_OVERRIDE_TYPES, KvOverride, Lora
+from specli.config import KV_OVERRIDE_TYPES, SAMPLERS, KvOverride, Lora
 from specli.errors import ConfigError
 
 MAX_CPUS = 512  # GGML_MAX_N_THREADS
@@ -52,6 +53,54 @@ def devices(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     return () if text == "none" else tuple(text.split(","))
+
+
+_SAMPLER_WORDS = {  # common_sampler_types_from_names, and its other words
+    **{name: name for name in SAMPLERS},
+    **dict.fromkeys(("top-k",), "top_k"),
+    **dict.fromkeys(("top-p", "nucleus"), "top_p"),
+    **dict.fromkeys(("top-n-sigma",), "top_n_sigma"),
+    **dict.fromkeys(("typical-p", "typical", "typ-p", "typ"), "typ_p"),
+    **dict.fromkeys(("min-p",), "min_p"),
+    **dict.fromkeys(("temp",), "temperature"),
+}
+_SAMPLER_LETTERS = dict(zip("edskypmxt", SAMPLERS, strict=True))  # common_sampler_types_from_chars
+_BIAS = re.compile(r"(\d+)([+-].+)")
+
+
+def sampler_names(text: str) -> tuple[str, ...]:
+    """``--samplers``: names between semicolons; none of them for an empty text."""
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    for name in names:
+        if name not in _SAMPLER_WORDS:
+            raise ConfigError(f"--samplers got {name!r}, expected some of {', '.join(SAMPLERS)}")
+    return tuple(_SAMPLER_WORDS[name] for name in names)
+
+
+def sampler_letters(text: str) -> tuple[str, ...]:
+    """``--sampler-seq``: one letter for each."""
+    for letter in text:
+        if letter not in _SAMPLER_LETTERS:
+            known = ", ".join(f"{letter} ({name})" for letter, name in _SAMPLER_LETTERS.items())
+            raise ConfigError(f"--sampler-seq got {letter!r}, expected some of {known}")
+    return tuple(_SAMPLER_LETTERS[letter] for letter in text)
+
+
+def logit_biases(texts: Sequence[str] | None) -> tuple[tuple[int, float], ...]:
+    """``-l``: a token id and what is added to its logit, with its sign between them."""
+    found = []
+    for text in texts or ():
+        parts = _BIAS.fullmatch(text.strip())
+        try:
+            bias = float(parts[2]) if parts is not None else math.nan
+        except ValueError:
+            bias = math.nan
+        if parts is None or math.isnan(bias):
+            raise ConfigError(
+                f"-l/--logit-bias got {text!r}, expected a token id, a sign and a number (15043+1, 15043-inf)"
+            )
+        found.append((int(parts[1]), bias))
+    return tuple(found)
 
 
 def proportions(text: str | None) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specli.events import RoundDone
-from specli.sampling import Distribution
+from specli.sampling import Distribution, Sampler, State
 
 
 @dataclass(slots=True)
@@ -18,13 +18,15 @@ class SequenceState:
     """What drafters and verifiers may know of a sequence.
 
     ``tokens`` are the committed ids, prompt first; the next token has position ``len(tokens)``. ``rng`` is the
-    sequence's own stream of coins; ``seed`` feeds the counter-based noise of coupled sampling.
+    sequence's own stream of coins; ``seed`` feeds the counter-based noise of coupled sampling. ``state`` is what the
+    sampler carries from token to token, None before the first.
     """
 
     id: int
     tokens: list[int]
     seed: int = 0
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    state: State | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +57,31 @@ EMPTY = Draft()
 
 
 class Choice(NamedTuple):
-    """A drafted token, and what it was drawn from (None: a point mass)."""
+    """A drafted token, what it was drawn from (None: a point mass), and the sampler's state behind it."""
 
     token: int
     distribution: Distribution | None
+    state: State | None = None
 
 
 class Chooser(Protocol):
     """How a draft model draws its tokens, so that the verifier can judge them. Verifiers implement this.
 
     ``is_sampled``: whether a draw is random. A sampled draft must be verified to its last token; a draft that is a
-    point mass (greedy, coupled, n-gram) may be thrown away whole (proof by enumeration in the tests).
+    point mass (greedy, coupled, n-gram) may be thrown away whole (proof by enumeration in the tests). ``sampler`` knows
+    what may come next at all.
     """
 
     is_sampled: bool
+    sampler: Sampler
 
-    def choose(self, row: NDArray[np.float32], sequence: SequenceState, position: int) -> Choice:
-        """Draw the draft's token for ``position`` from its logits row, float32 ``(n_vocab,)``."""
+    def choose(
+        self, row: NDArray[np.float32], sequence: SequenceState, drafted: Sequence[int], state: State | None
+    ) -> Choice:
+        """Draw the token behind ``drafted`` from the draft's logits row, float32 ``(n_vocab,)``.
+
+        ``state``: of the choice before it, None for the first.
+        """
 
 
 class Drafter(Protocol):

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from specli.drafters.base import EMPTY, Chooser, Draft, SequenceState
+from specli.drafters.base import EMPTY, Choice, Chooser, Draft, SequenceState
 from specli.engine.base import Engine, Row, Slice, roll_back_or_clear
 from specli.events import RoundDone
-from specli.sampling import Distribution, top_probability
+from specli.sampling import Distribution, State, top_probability
 
 
 class Pacer(Protocol):
@@ -39,7 +39,13 @@ class _Chain:
         self.ids: list[int] = []
         self.distributions: list[Distribution | None] = []
         self.confidence: list[float] = []
+        self.sampling: State | None = None
         self.is_open = budget > 0
+
+    def pending(self, n_past: int) -> list[int]:
+        """Committed and drafted tokens that a cache of ``n_past`` tokens lacks."""
+        n_committed = len(self.state.tokens)
+        return [*self.state.tokens[n_past:], *self.ids[max(0, n_past - n_committed) :]]
 
 
 class ModelDrafter:
@@ -77,6 +83,8 @@ class ModelDrafter:
     def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
         """Draft for all sequences in step. Raises ``Cancelled`` while feeding a long history."""
         chains = [_Chain(state, self.room(state, budget)) for state, budget in zip(sequences, budgets, strict=True)]
+        for chain in chains:
+            self._force(chain)
         growing = [chain for chain in chains if chain.is_open]
         rows = self._catch_up(growing)
         while growing:
@@ -125,6 +133,30 @@ class ModelDrafter:
         self._drafted.pop(sequence.id, None)
         self._engine.rollback(sequence.id, 0)
 
+    def _force(self, chain: _Chain) -> None:
+        """Append what must come next; no model is asked."""
+        while chain.is_open:
+            sampler, state = self._chooser.sampler, chain.sampling or chain.state.state
+            token = sampler.forced(state)
+            if token is None:
+                return
+            if self._has_confidence:
+                chain.confidence.append(1.0)
+            self._add(chain, Choice(token, None, sampler.advance(state or sampler.start(), token)))
+
+    def _add(self, chain: _Chain, choice: Choice) -> None:
+        chain.ids.append(choice.token)
+        chain.distributions.append(choice.distribution)
+        chain.sampling = choice.state
+        if self.pacer is not None:
+            self.pacer.take(1)
+        chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids
+
+    @property
+    def _has_confidence(self) -> bool:
+        """Whether anybody asks for it."""
+        return self._p_min > 0 or self.pacer is not None
+
     def _catch_up(self, chains: Sequence[_Chain]) -> list[Row]:
         """Feed what the caches lack, all of it but the last batch without rows; the rows that start the drafts."""
         for chain in chains:
@@ -132,44 +164,34 @@ class ModelDrafter:
             while len(state.tokens) - (start := self._engine.n_past(state.id)) > self._engine.n_batch // len(chains):
                 chunk = state.tokens[start : start + self._engine.n_batch // len(chains)]
                 self._engine.evaluate([Slice(state.id, chunk, start, 0)], interruptible=True)
+        return self._step(chains, interruptible=True)
+
+    def _step(self, chains: Sequence[_Chain], interruptible: bool = False) -> list[Row]:
+        """Evaluate what the cache lacks of each chain; the rows behind."""
+        if not chains:
+            return []
         slices = []
         for chain in chains:
             start = self._engine.n_past(chain.state.id)
-            slices.append(Slice(chain.state.id, chain.state.tokens[start:], start, 1))
-        return self._evaluate(slices, interruptible=True)
-
-    def _step(self, chains: Sequence[_Chain]) -> list[Row]:
-        """Evaluate the newest drafted token of each chain."""
-        slices = []
-        for chain in chains:
-            token = chain.ids[-1]
-            slices.append(Slice(chain.state.id, [token], self._engine.n_past(chain.state.id), 1))
-            self._drafted.setdefault(chain.state.id, []).append(token)
-        return self._evaluate(slices)
-
-    def _evaluate(self, slices: Sequence[Slice], interruptible: bool = False) -> list[Row]:
-        if not slices:
-            return []
+            slices.append(Slice(chain.state.id, chain.pending(start), start, 1))
+            if chain.ids:
+                self._drafted[chain.state.id] = chain.ids[:]
         self.n_passes += 1
         return [rows[0] for rows in self._engine.evaluate(slices, interruptible).rows]
 
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
         row = row[: self._n_vocab]
-        if self._p_min > 0 or self.pacer is not None:
+        if self._has_confidence:
             confidence = top_probability(row)
             may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
             if may_stop and not self._may_draw(chain, confidence):
                 chain.is_open = False
                 return
             chain.confidence.append(confidence)
-        position = len(chain.state.tokens) + len(chain.ids)
-        choice = self._chooser.choose(row, chain.state, position)
-        chain.ids.append(choice.token)
-        chain.distributions.append(choice.distribution)
-        if self.pacer is not None:
-            self.pacer.take(1)
-        chain.is_open = len(chain.ids) < chain.budget and choice.token not in self._end_ids and self._may_step(chain)
+        self._add(chain, self._chooser.choose(row, chain.state, chain.ids, chain.sampling))
+        chain.is_open = chain.is_open and self._may_step(chain)
+        self._force(chain)
 
     def _may_draw(self, chain: _Chain, confidence: float) -> bool:
         if confidence < self._p_min:

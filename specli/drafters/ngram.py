@@ -29,6 +29,7 @@ import numpy as np
 from specli.drafters.base import EMPTY, Draft, SequenceState
 from specli.errors import ConfigError
 from specli.events import RoundDone
+from specli.sampling import Sampler
 
 # Ids are packed into keys of 20 bits each: three fit the 60 bits of a small int. A larger id would blur two keys and
 # cost a wrong guess, never a wrong text.
@@ -176,7 +177,8 @@ class NgramDrafter:
     ``end_ids``: end-of-generation ids; a draft ends behind the first one. ``n_min`` (``--spec-draft-n-min``): a
     shorter draft is dropped whole, as a point mass may be. ``p_min`` (``--spec-draft-p-min``) and ``min_hit_rate``:
     a token is proposed while its estimated chance of being right reaches both. ``size_max``, ``size_min``: sizes of
-    the n-grams in tokens, longest first. Raises ``ConfigError`` for sizes that make no sense.
+    the n-grams in tokens, longest first. ``sampler`` says what may come next at all. Raises
+    ``ConfigError`` for sizes that make no sense.
 
     Defaults, from simulated greedy rounds over 47 answers: sizes above 4 or below 2 gained nothing; ``min_hit_rate``
     0.3, 0.4 and 0.5 were within 1% at K = 3; a long fixed K wants it higher, a controller or a GPU lower.
@@ -193,10 +195,12 @@ class NgramDrafter:
         min_hit_rate: float = 0.4,
         size_max: int = 4,
         size_min: int = 2,
+        sampler: Sampler | None = None,
     ) -> None:
         if not 1 <= size_min <= size_max:
             raise ConfigError(f"n-gram sizes from {size_min} to {size_max} tokens; expected 1 <= size_min <= size_max")
         self._end_ids, self._n_min, self._floor = end_ids, n_min, max(p_min, min_hit_rate)
+        self._sampler = sampler
         self._sizes = range(size_max, size_min - 1, -1)
         self._histories: dict[int, _History] = {}
 
@@ -205,10 +209,10 @@ class NgramDrafter:
 
         ``confidence`` is float64 ``(k,)``: per position, the chance of being right given that all before it were.
         """
-        return [self._draft(sequence.id, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
-    def _draft(self, sequence_id: int, budget: int) -> Draft:
-        history = self._histories.get(sequence_id)
+    def _draft(self, sequence: SequenceState, budget: int) -> Draft:
+        history = self._histories.get(sequence.id)
         if history is None:
             return EMPTY
         suffix, streak, source, edited = history.suffix, history.streak, history.source, history.edited
@@ -224,7 +228,9 @@ class NgramDrafter:
             if token in self._end_ids:
                 break
             suffix, streak, source, edited = history.pushed(suffix, token), streak + 1, match.position + 1, False
-        return Draft(ids, [None] * len(ids), np.array(rates)) if len(ids) >= max(1, self._n_min) else EMPTY
+        if ids and self._sampler is not None:
+            del ids[self._sampler.n_allowed(sequence.state, ids) :]
+        return Draft(ids, [None] * len(ids), np.array(rates[: len(ids)])) if len(ids) >= max(1, self._n_min) else EMPTY
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Index ``tokens``; all but a prompt's also teach the hit rates. O(sizes) per token."""

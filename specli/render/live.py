@@ -93,6 +93,8 @@ class LiveRenderer(Renderer):
     def begin(self, state: SpeculationState) -> None:
         """Keep what the status line and the summary tell of the session."""
         self._state = state
+        if state.expectation:
+            self.notice(f"what to expect: {state.expectation}")
 
     def on_event(self, event: Event, stats: Stats) -> None:
         """Take in one event; draw when the last drawing is old enough. Rounds draw with the text that follows them."""

@@ -33,6 +33,8 @@ class PlainRenderer(Renderer):
     def begin(self, state: SpeculationState) -> None:
         """Keep what the summary tells of the session."""
         self._state = state
+        if state.expectation and self._show_summary:
+            self.notice(f"what to expect: {state.expectation}")
 
     def on_event(self, event: Event, stats: Stats) -> None:
         """Write text; on the end close the line (for eyes only) and print the summary if it was asked for."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from specli import bits
-from specli.sampling import Row, Sampler, gumbel_noise, top_ids
+from specli.samplers import Row, top_ids
+from specli.sampling import Sampler, gumbel_noise
 from specli.selftest.subject import Check, Subject
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 9, 12, 16, 17)  # tokens in a pass

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specli.decode import Decoder, Request
+from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.drafters.ngram import NgramDrafter
 from specli.engine.base import Engine, Slice
 from specli.errors import Cancelled
 from specli.events import Finished
-from specli.sampling import Row, Sampler
+from specli.request import Request
+from specli.samplers import Row
+from specli.sampling import Sampler
 from specli.verify import Verifier, make_verifier
 
 

@@ -1,0 +1,107 @@
+"""The sampler that settings ask for, on a loaded model: ids of control tokens, DRY's breakers, the grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specli.config import SamplingOptions
+from specli.errors import ConfigError
+from specli.samplers import Breakers
+from specli.sampling import Constraint, Sampler
+
+if TYPE_CHECKING:
+    from specli.engine.llama import LlamaModel
+
+_MOST_CHARACTERS, _MOST_TOKENS = 40, 20  # of a breaker, as llama.cpp
+
+
+def check_constraint(options: SamplingOptions) -> None:
+    """Raise ``ConfigError`` for a grammar or schema that llama.cpp does not take; nothing is loaded."""
+    if options.is_constrained:
+        from specli.engine.grammar import check_grammar
+
+        check_grammar(_gbnf(options))
+
+
+def make_sampler(options: SamplingOptions, model: LlamaModel) -> Sampler:
+    """The chain over ``model``'s vocabulary. Raises ``ConfigError`` for tokens that it does not have."""
+    for token, _bias in options.logit_bias:
+        if token >= model.n_vocab:
+            raise ConfigError(f"-l/--logit-bias names token {token}, the model has 0 to {model.n_vocab - 1}")
+    bias: dict[int, float] = {}
+    for token, value in options.logit_bias:
+        bias[token] = bias.get(token, 0.0) + value
+    return Sampler(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        tuple(sorted(model.end_ids)) if options.ignore_eos else (),
+        bias,
+        typical_p=options.typical_p,
+        top_n_sigma=options.top_n_sigma,
+        xtc_probability=options.xtc_probability,
+        xtc_threshold=options.xtc_threshold,
+        dynatemp_range=options.dynatemp_range,
+        dynatemp_exponent=options.dynatemp_exponent,
+        repeat_last_n=options.repeat_last_n,
+        repeat_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        dry_multiplier=options.dry_multiplier,
+        dry_base=options.dry_base,
+        dry_allowed_length=options.dry_allowed_length,
+        dry_penalty_last_n=options.dry_penalty_last_n,
+        dry_breakers=_breakers(options, model),
+        mirostat=options.mirostat,
+        mirostat_tau=options.mirostat_tau,
+        mirostat_eta=options.mirostat_eta,
+        order=options.samplers,
+        constraint=_constraint(options, model),
+    )
+
+
+def _constraint(options: SamplingOptions, model: LlamaModel) -> Constraint | None:
+    if not options.is_constrained:
+        return None
+    from specli.engine.grammar import Pieces, compile_grammar
+
+    return compile_grammar(model, _gbnf(options), Pieces(model))
+
+
+def _gbnf(options: SamplingOptions) -> str:
+    if not options.json_schema:
+        return options.grammar
+    from specli.engine.grammar import schema_grammar
+
+    try:
+        json.loads(options.json_schema)
+    except ValueError as error:
+        raise ConfigError(f"the JSON schema is not JSON: {error}") from None
+    return schema_grammar(options.json_schema)
+
+
+def _breakers(options: SamplingOptions, model: LlamaModel) -> Breakers:
+    """First token -> the other tokens, of each way that a breaker can come (``get_overlapping_token_sequences``)."""
+    if options.dry_multiplier == 0:
+        return {}
+    words = [model.special_piece(token).decode("utf-8", "replace") for token in range(model.n_vocab)]
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for text in options.dry_breakers:
+        text = text[:_MOST_CHARACTERS]
+        for token, word in enumerate(words):
+            for tail in _tails(word, text, lambda rest: model.tokenize(rest, False, False)):
+                tails = found.setdefault(token, [])
+                if tail not in tails:
+                    tails.append(tail)
+    return found
+
+
+def _tails(word: str, text: str, tokenize: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
+    """What must follow ``word`` for ``text`` to stand there: nothing, or the rest where ``word`` ends in its start."""
+    if text in word:
+        return [()]
+    starts = (i for i in range(len(word)) if word[i] == text[0] and text.startswith(word[i:]))
+    return [tuple(tokenize(text[len(word) - i :])[:_MOST_TOKENS]) for i in starts]

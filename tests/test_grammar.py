@@ -1,0 +1,219 @@
+"""Grammars and JSON schemas: llama.cpp's engine asked for few tokens gives what it gives for all of them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from tiny_gguf import plain_tokens
+
+from specli.chain import check_constraint, make_sampler
+from specli.config import ModelOptions, SamplingOptions
+from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar, schema_grammar
+from specli.engine.llama import LlamaModel
+from specli.errors import ConfigError, EngineError
+from specli.sampling import Context, Sampler
+
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+GRAMMARS = {
+    "words": r'root ::= ("yes" | "no" | "never") " "? [a-z]+ "."',
+    "unicode": 'root ::= [à-ü€😀]+ "x"?',
+    "list": 'root ::= "[" (item ("," item)*)? "]"\nitem ::= [0-9]+ | "\\"" [^"]* "\\""',
+    "anything": "root ::= [^\\x00]*",
+    "json": "",
+}
+
+
+@pytest.fixture(scope="module", params=["tiny", "real"])
+def model(request: pytest.FixtureRequest) -> Iterator[LlamaModel]:
+    """A vocabulary of single bytes, and a real one of 49,152 tokens."""
+    if request.param == "tiny":
+        path: Path = request.getfixturevalue("tiny_model")()
+    else:
+        path = request.getfixturevalue("q4_0_path")
+    loaded = LlamaModel(ModelOptions(path), lambda _fraction: None, lambda: False)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def pieces(model: LlamaModel) -> Pieces:
+    return Pieces(model)
+
+
+def asked_for_all(grammar: Grammar, n_vocab: int) -> np.ndarray:
+    """llama.cpp's own answer for the whole vocabulary."""
+    data = np.zeros(n_vocab, TOKEN_DATA)
+    data["id"] = np.arange(n_vocab)
+    pointer = ctypes.cast(data.ctypes.data, llama_cpp.llama_token_data_p)
+    array = llama_cpp.llama_token_data_array(data=pointer, size=n_vocab, selected=-1, sorted=False)
+    llama_cpp.llama_sampler_apply(grammar._sampler, ctypes.byref(array))
+    return np.flatnonzero(data["logit"] == 0)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_few_questions_give_the_same_answer(model: LlamaModel, pieces: Pieces, name: str) -> None:
+    text = GRAMMARS[name] or schema_grammar('{"type": "object"}')
+    for seed in range(3):
+        rng, grammar = np.random.default_rng(seed), compile_grammar(model, text, pieces)
+        for step in range(12):
+            wanted = asked_for_all(grammar, model.n_vocab)
+            if wanted.size == 0:
+                break
+            row = rng.normal(0, 3, model.n_vocab).astype(np.float32)
+            row[rng.random(row.size) < 0.1] = -np.inf
+            best = wanted[row[wanted] > -np.inf]
+            best = best[np.lexsort((best, -row[best]))]
+            for n in (1, 40) if step % 2 else (40, None, 3):
+                assert grammar.best(row, n).tolist() == best[:n].tolist()
+            assert grammar.forced() == (int(wanted[0]) if wanted.size == 1 else None)
+            token = int(rng.choice(wanted))
+            assert grammar.allows(token)
+            if token in model.end_ids:
+                break
+            before = grammar
+            grammar = grammar.after(token)
+            assert asked_for_all(before, model.n_vocab).tolist() == wanted.tolist()  # what was handed out stays
+
+
+def test_the_end_comes_where_the_grammar_ends(model: LlamaModel, pieces: Pieces) -> None:
+    grammar = compile_grammar(model, 'root ::= "ab"', pieces)
+    a = next(token for token in range(model.n_vocab) if model.special_piece(token) == b"a")
+    b = next(token for token in range(model.n_vocab) if model.special_piece(token) == b"b")
+    assert not any(grammar.allows(token) for token in model.end_ids)
+    assert grammar.after(a).forced() == b
+    done = grammar.after(a).after(b)
+    assert set(asked_for_all(done, model.n_vocab).tolist()) == model.end_ids
+    end = min(model.end_ids)
+    assert done.after(end).best(np.zeros(model.n_vocab, np.float32), 5).size == len(model.end_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"temperature": 0.0}])
+def test_the_mask_comes_before_the_chain(model: LlamaModel, pieces: Pieces, options: dict[str, float]) -> None:
+    """A row with everything that is forbidden at -inf gives the same distribution."""
+    grammar = compile_grammar(model, 'root ::= [0-9]+ | "no"', pieces)
+    allowed = asked_for_all(grammar, model.n_vocab)
+    plain, masked = Sampler(**options), Sampler(**options, constraint=grammar)  # type: ignore[arg-type]
+    for seed in range(5):
+        row = np.random.default_rng(seed).normal(0, 4, model.n_vocab).astype(np.float32)
+        alone = np.full_like(row, -np.inf)
+        alone[allowed] = row[allowed]
+        context = Context(state=masked.start())
+        if plain.is_greedy:
+            assert masked.argmax(row, context) == plain.argmax(alone)
+            continue
+        ours, wanted = masked.distribution(row, context), plain.distribution(alone)
+        assert ours.ids.tolist() == wanted.ids.tolist()
+        np.testing.assert_allclose(ours.probs, wanted.probs, rtol=1e-12)
+
+
+def test_a_dead_end_is_named(model: LlamaModel, pieces: Pieces) -> None:
+    sampler = Sampler(constraint=compile_grammar(model, 'root ::= "ab"', pieces), bias={})
+    banned = Sampler(constraint=sampler.constraint, banned=tuple(asked_for_all(sampler.constraint, model.n_vocab)))  # type: ignore[arg-type]
+    for chain in (banned,):
+        with pytest.raises(EngineError, match="allows no token behind 3 tokens"):
+            chain.distribution(np.zeros(model.n_vocab, np.float32), Context([1, 2, 3], state=chain.start()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('root ::= "a"\nitem := "b"', "in line 2, column 6: expecting ::="),
+        ('root ::= "a" (', "in line 1, column 15"),
+        ('root ::= "a" )', "in line 1, column 14"),
+        ("root ::= thing", "Undefined rule identifier 'thing'"),
+        ('thing ::= "a"', "does not contain a 'root' symbol"),
+        ("root ::= root 'a'", "wrong"),
+        ('root ::= root "a" | "b"', "left recursion"),
+        ('root ::= "\\q"', "in line 1, column 11: unknown escape"),
+        ('root ::= "ä"\n\n  x ::= %', "in line 3, column 9"),
+        ('root ::= "a\0b"', "NUL"),
+    ],
+)
+def test_a_wrong_grammar_is_named_with_its_place(text: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_grammar(text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+SCHEMAS = [
+    {},
+    {"type": "object"},
+    {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]},
+    {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 1, "maxItems": 3},
+    {"anyOf": [{"type": "number"}, {"const": "x"}]},
+    {"$defs": {"n": {"type": "integer"}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}},
+    {"type": "string", "pattern": "^[a-c]{2,4}$"},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_schemas_become_grammars_that_llama_cpp_takes(schema: object) -> None:
+    check_grammar(schema_grammar(json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "{",
+        '{"type": "colour"}',
+        '{"type": "string", "pattern": "a"}',
+        '{"$ref": "#/$defs/missing"}',
+        '{"$ref": "https://example.com/a.json"}',
+        "3",
+        "[1]",
+    ],
+)
+def test_a_schema_that_cannot_be_expressed_is_one_line(schema: str) -> None:
+    with pytest.raises(ConfigError, match="JSON schema") as caught:
+        check_constraint(SamplingOptions(json_schema=schema))
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_a_model_does_not_have(model: LlamaModel) -> None:
+    with pytest.raises(ConfigError, match=f"token {model.n_vocab}, the model has 0 to {model.n_vocab - 1}"):
+        make_sampler(SamplingOptions(logit_bias=((model.n_vocab, 1.0),)), model)
+    sampler = make_sampler(SamplingOptions(logit_bias=((3, 1.0), (3, 0.5)), ignore_eos=True), model)
+    assert sampler.bias == {3: 1.5}
+    assert set(sampler.banned) == model.end_ids
+
+
+def test_cost_at_a_large_vocabulary(tiny_model: Callable[..., Path]) -> None:
+    """Printed, not asserted: milliseconds per token of a typical schema at 151,936 tokens, and asked for all."""
+    import time
+
+    rng = np.random.default_rng(0)
+    texts, _types = plain_tokens()
+    words = {"".join(map(chr, rng.integers(97, 123, int(rng.integers(4, 9))))) for _ in range(160_000)}
+    path = tiny_model(tokens=[*texts, *sorted(words)[: 151_936 - len(texts)]])
+    model = LlamaModel(ModelOptions(path), lambda _fraction: None, lambda: False)
+    try:
+        started_s = time.perf_counter()
+        grammar = compile_grammar(model, schema_grammar(json.dumps(SCHEMAS[2])), Pieces(model))
+        print(f"\ncompile {time.perf_counter() - started_s:.2f} s")
+        times, whole = [], []
+        for _ in range(20):
+            row = rng.normal(0, 3, model.n_vocab).astype(np.float32)
+            started_s = time.perf_counter()
+            token = int(grammar.best(row, 40)[0])
+            following = grammar.after(token)
+            times.append(time.perf_counter() - started_s)
+            started_s = time.perf_counter()
+            asked_for_all(grammar, model.n_vocab)
+            whole.append(time.perf_counter() - started_s)
+            if token in model.end_ids:
+                break
+            grammar = following
+        print(
+            f"per token {1000 * np.median(times):.2f} ms (worst {1000 * max(times):.2f}), "
+            f"all of them {1000 * np.median(whole):.1f} ms"
+        )
+    finally:
+        model.close()
