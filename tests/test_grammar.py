@@ -159,6 +159,19 @@ def test_schemas_become_grammars_that_llama_cpp_takes(schema: object) -> None:
     check_grammar(schema_grammar(json.dumps(schema)))
 
 
+def test_strings_of_a_schema_hold_nothing_that_json_forbids(model: LlamaModel, pieces: Pieces) -> None:
+    """llama-cpp-python's own converter lets control characters in, and a quote where a pattern has a dot."""
+    for schema in ({"type": "string"}, {"type": "string", "pattern": "^.*$"}, {"type": "string", "pattern": "^[^a]*$"}):
+        grammar = compile_grammar(model, schema_grammar(json.dumps(schema)), pieces)
+        quote = next(token for token in range(model.n_vocab) if model.special_piece(token) == b'"')
+        allowed = asked_for_all(grammar.after(quote), model.n_vocab)
+        texts = [model.special_piece(int(token)) for token in allowed if int(token) not in model.end_ids]
+        assert len(texts) > 90
+        assert not [text for text in texts if any(byte < 32 or byte == 127 for byte in text)]
+        if "pattern" in schema:
+            assert not [text for text in texts if b'"' in text.rstrip(b" ").removesuffix(b'"')]
+
+
 @pytest.mark.parametrize(
     "schema",
     [

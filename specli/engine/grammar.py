@@ -28,6 +28,8 @@ from specli.samplers import Ids, Row, top_ids
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _N_FIRST = 64  # highest logits that are looked at before anything else
 _ROOT = b"root"
+_CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GBNF, and its character classes
+_UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 _AT = re.compile(r" at (.*)$", re.DOTALL)
 
 
@@ -136,12 +138,22 @@ def schema_grammar(schema: str) -> str:
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
     try:
-        return str(json_schema_to_gbnf(schema))
+        grammar = str(json_schema_to_gbnf(schema))
     except RecursionError:
         raise ConfigError("the JSON schema is nested too deeply for a grammar; flatten it") from None
     except Exception as error:  # the converter asserts, and raises ValueError, KeyError, TypeError and plain Exception
         words = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"the JSON schema cannot be made a grammar: {words[:200]}") from error
+    return _CLASS.sub(_without_control, grammar)
+
+
+def _without_control(found: re.Match[str]) -> str:
+    """A negated class that leaves out what a JSON string may not hold unescaped.
+
+    llama-cpp-python's converter lets control characters in; llama.cpp's own has left them out since.
+    """
+    text = found[0]
+    return f"[^{_UNESCAPED}{text[2:]}" if text.startswith("[^") else text
 
 
 def _parse(vocab: object, text: str) -> object:
