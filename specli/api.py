@@ -5,7 +5,7 @@
     with specli.load("target.gguf", draft="draft.gguf", temperature=0) as model:
         print(model("Why is the sky blue?").text)
 
-    for event in model.stream("Why is the sky blue?"):  # PrefillDone, RoundDone, Text, Finished
+    for event in model.stream("Why is the sky blue?"):  # PrefillDone, RoundDone, Text, Logprobs, Finished
         if isinstance(event, specli.Text):
             print(event.text, end="", flush=True)
 
@@ -126,9 +126,10 @@ class Model:
         system: str | None = None,
         n_predict: int = GenerationOptions.n_predict,
         stops: Sequence[str] = GenerationOptions.stops,
+        logprobs: int | None = GenerationOptions.n_logprobs,
     ) -> Chat:
         """A conversation, each turn of which evaluates only what is new. Raises ``ConfigError`` without a template."""
-        options = GenerationOptions(n_predict, tuple(stops))
+        options = GenerationOptions(n_predict, tuple(stops), n_logprobs=logprobs)
         return Chat(Conversation(self.session, options, system), self._ctrl_c)
 
     def close(self) -> None:

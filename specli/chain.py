@@ -38,7 +38,7 @@ def make_sampler(options: SamplingOptions, model: LlamaModel) -> Sampler:
         options.top_k,
         options.top_p,
         options.min_p,
-        tuple(sorted(model.end_ids)) if options.ignore_eos else (),
+        tuple(sorted({*model.suppressed, *(model.end_ids if options.ignore_eos else ())})),
         bias,
         typical_p=options.typical_p,
         top_n_sigma=options.top_n_sigma,

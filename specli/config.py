@@ -37,6 +37,7 @@ LLAMA_SPEC_TYPES: dict[str, str | None] = {
     "draft-dflash": None,
     "draft-dspark": None,
 }
+MOST_LOGIT = 1e30  # what may be added to a logit or multiply it, so that a float32 holds the sum
 AUTO_K = 16  # tokens: the longest draft that the controller may choose
 FIXED_K = 3  # tokens: llama.cpp's --spec-draft-n-max, for --draft-fixed without a number
 CONTEXT_CAP = 8192  # tokens: the default context when a model was trained on more
@@ -236,7 +237,16 @@ class SamplingOptions:
         _require("--samplers", ";".join(self.samplers), is_once, "each name at most once")
         for token, bias in self.logit_bias:
             _require("-l/--logit-bias", token, 0 <= token < 2**31, "a token id, 0 or more")
-            _require("-l/--logit-bias", bias, not math.isnan(bias) and bias < math.inf, "a number, or -inf")
+            in_range = abs(bias) <= MOST_LOGIT or bias == -math.inf
+            _require("-l/--logit-bias", bias, in_range, "a number up to 1e30 either way, or -inf")
+        if any(not text for text in self.dry_breakers):
+            raise ConfigError(
+                "--dry-sequence-breaker got an empty text, which stands everywhere; leave it out, or none"
+            )
+        if self.ignore_eos and self.is_constrained:
+            raise ConfigError(
+                "--ignore-eos was given with a grammar or schema, which says where the text ends; leave one out"
+            )
         if self.grammar and self.json_schema:
             raise ConfigError(
                 "a grammar and a JSON schema were both given, each says what may come next; leave one out"
@@ -252,17 +262,23 @@ class SamplingOptions:
     def _check_penalties(self) -> None:
         for flag, n in (("--repeat-last-n", self.repeat_last_n), ("--dry-penalty-last-n", self.dry_penalty_last_n)):
             _require(flag, n, -1 <= n < 2**31, "a number of tokens, 0 (off) or -1 (all)")
-        is_divisor = math.isfinite(self.repeat_penalty) and self.repeat_penalty > 1e-38
-        _require("--repeat-penalty", self.repeat_penalty, is_divisor, "a finite number above 0 (1: off)")
+        is_divisor = 1 / MOST_LOGIT <= self.repeat_penalty <= MOST_LOGIT
+        _require("--repeat-penalty", self.repeat_penalty, is_divisor, "a number above 0, up to 1e30 (1: off)")
         for flag, value in (
             ("--presence-penalty", self.presence_penalty),
             ("--frequency-penalty", self.frequency_penalty),
             ("--dry-multiplier", self.dry_multiplier),
         ):
-            _require(flag, value, math.isfinite(value), "a finite number (0: off)")
-        _require("--dry-base", self.dry_base, 1 <= self.dry_base < math.inf, "a finite number, 1 or more")
+            _require(flag, value, abs(value) <= MOST_LOGIT, "a number up to 1e30 either way (0: off)")
+        _require("--dry-base", self.dry_base, 1 <= self.dry_base <= MOST_LOGIT, "a number from 1 to 1e30")
         in_range = 0 <= self.dry_allowed_length < 2**31
         _require("--dry-allowed-length", self.dry_allowed_length, in_range, "0 or more tokens")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the highest logit of what is left decides (``sampling.Sampler.is_greedy``)."""
+        has_temperature = self.mirostat > 0 or "temperature" in self.samplers
+        return has_temperature and self.temperature == 0 and self.dynatemp_range == 0
 
     @property
     def is_constrained(self) -> bool:
@@ -370,7 +386,7 @@ class Settings:
     @property
     def verify(self) -> str:
         """The verifier's name: a seed promises repetition, which only coupled sampling keeps for every K."""
-        if self.sampling.temperature == 0:
+        if self.sampling.is_greedy:
             return "greedy"
         return self.speculation.verify or ("block" if self.sampling.seed is None else "coupled")
 

@@ -46,17 +46,16 @@ class Drafting:
         controller = None if self.is_fixed else Controller(self.k_max)
         model = self._model(controller) if self.draft is not None else None
         ngram = None
+        sampler = self.verifier.sampler if self.is_fixed else None  # a controller uses a part of it only
         if self.uses_ngram:
             floor = FIXED_HIT_RATE if self.is_fixed else CONTROLLED_HIT_RATE
-            ngram = NgramDrafter(
-                self.end_ids, self.n_min, self.p_min, min_hit_rate=floor, sampler=self.verifier.sampler
-            )
+            ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min, min_hit_rate=floor, sampler=sampler)
         if controller is None or (model is None and ngram is None):
             return model or ngram, None
         kept = load_profile(self.profile) if self.profile is not None else None
         if kept is None or not controller.restore(kept):
             self._calibrate(controller)
-        return AdaptiveDrafter(controller, model, ngram), controller
+        return AdaptiveDrafter(controller, model, ngram, self.verifier.sampler), controller
 
     def keep(self, controller: Controller) -> None:
         """Keep what ``controller`` measured for the next run."""

@@ -141,12 +141,15 @@ def xtc(candidates: Candidates, probability: float, threshold: float, coin: floa
     """
     if candidates.logits.size < 2 or coin > probability:
         return candidates
-    candidates = candidates.by_logit()
-    n_out = int((probabilities(candidates.logits) >= threshold).sum()) - 1
-    if n_out <= 0:
+    require_finite(candidates.logits.max())
+    at = np.flatnonzero(probabilities(candidates.logits) >= threshold)
+    if at.size < 2:
         return candidates
-    assert candidates.ids is not None
-    return Candidates(candidates.ids[n_out:], candidates.logits[n_out:], True)
+    ids = np.arange(candidates.logits.size) if candidates.ids is None else candidates.ids
+    order = np.lexsort((ids[at], -candidates.logits[at]))
+    kept = candidates.logits > -np.inf
+    kept[at[order[:-1]]] = False
+    return Candidates(ids[kept], candidates.logits[kept].astype(np.float64), candidates.is_sorted)
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
@@ -218,25 +221,31 @@ def mirostat(candidates: Candidates, version: int, mu: float, n_vocab: int) -> C
 
     Basu et al., arXiv 2007.14966.
     """
-    candidates = candidates.by_logit()
-    probs = probabilities(candidates.logits)
+    logits = candidates.logits
+    require_finite(logits.max())
+    highest = float(logits.max())
+    total = math.log(float(np.exp(logits.astype(np.float64) - highest).sum()))  # of the softmax, beside the highest
     if version == 2:
-        with np.errstate(divide="ignore"):
-            is_over = -np.log2(probs) > mu
-        n_kept = int(is_over.argmax()) if is_over.any() else probs.size
-        return candidates.first(max(1, n_kept))
-    n = min(_MIROSTAT_M - 1, probs.size - 1)
-    if n < 1 or probs[n] <= 0:
-        n = int((probs > 0).sum()) - 1
+        return _reaching(candidates, highest + total - mu * math.log(2))
+    best = top_k(candidates, _MIROSTAT_M)
+    surprise = total + highest - best.logits[best.logits > -np.inf]  # nats
+    n = min(_MIROSTAT_M - 1, surprise.size - 1)
     if n < 1:
-        return candidates.first(1)
+        return best.first(1)
     ranks = np.arange(n)
-    t, b = np.log((ranks + 2) / (ranks + 1)), np.log(probs[:n] / probs[1 : n + 1])
+    t, b = np.log((ranks + 2) / (ranks + 1)), np.diff(surprise[: n + 1])
     s_hat = float(t @ b / (t @ t))
     epsilon = s_hat - 1
     with np.errstate(all="ignore"):
         k = np.float64(epsilon * 2.0**mu / (1 - np.float64(n_vocab) ** -epsilon)) ** np.float64(1 / s_hat)
-    return candidates.first(max(1, int(min(k, probs.size))) if math.isfinite(k) else candidates.logits.size)
+    return top_k(candidates, max(1, int(min(k, logits.size))) if math.isfinite(k) else logits.size)
+
+
+def _reaching(candidates: Candidates, floor: float) -> Candidates:
+    """Those whose logit is at least ``floor``, sorted; the highest at least."""
+    kept = candidates.logits >= min(floor, float(candidates.logits.max()))
+    ids = np.flatnonzero(kept) if candidates.ids is None else candidates.ids[kept]
+    return Candidates(ids, candidates.logits[kept].astype(np.float64)).by_logit()
 
 
 def top_ids(row: Row, k: int) -> Ids:

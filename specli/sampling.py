@@ -154,11 +154,11 @@ class Sampler:
     def __post_init__(self) -> None:
         changes = {**self.bias, **dict.fromkeys(self.banned, -np.inf)}
         steps = self._steps()
-        is_plain = not changes and self.constraint is None and not steps
+        is_bare = not changes and self.constraint is None and not steps
         object.__setattr__(self, "_changes", changes)
         object.__setattr__(self, "_chain", tuple(steps.values()))
         object.__setattr__(self, "_names", tuple(steps))
-        object.__setattr__(self, "_is_bare", is_plain)
+        object.__setattr__(self, "_is_bare", is_bare)
 
     _changes: Mapping[int, float] = field(init=False, repr=False, compare=False, hash=False)
     _chain: tuple[_Step, ...] = field(init=False, repr=False, compare=False, hash=False)
@@ -192,6 +192,11 @@ class Sampler:
         constraint = (state or self.start()).constraint
         return None if constraint is None else constraint.forced()
 
+    def allows_any(self, state: State | None, row: Row) -> bool:
+        """Whether anything of ``row`` may come behind ``state``."""
+        constraint = (state or self.start()).constraint
+        return constraint is None or constraint.best(row, 1).size > 0
+
     def n_allowed(self, state: State | None, ids: Sequence[int]) -> int:
         """How many of the first ``ids`` may come behind ``state`` at all."""
         constraint = (state or self.start()).constraint
@@ -219,6 +224,8 @@ class Sampler:
     def distribution(self, row: Row, context: Context = _NOWHERE) -> Distribution:
         """The distribution that the chain leaves of ``row``, float32 ``(n_vocab,)``."""
         left = self._left(row, context, None)
+        if self.mirostat and context.state.mu is not None:
+            left = samplers.mirostat(left, self.mirostat, context.state.mu, row.size)
         if left.ids is None:
             require_finite(left.logits.max())
         ids = np.flatnonzero(left.logits > -np.inf) if left.ids is None else left.ids
@@ -256,7 +263,7 @@ class Sampler:
         if self.mirostat:
             if self.is_greedy:
                 return {}
-            return {"temperature": self._temper, "mirostat": self._mirostat}
+            return {"temperature": self._temper}
         known: dict[str, tuple[bool, _Step]] = {
             "penalties": (
                 self.repeat_last_n != 0
@@ -273,8 +280,11 @@ class Sampler:
             "temperature": (not self.is_greedy and (self.temperature != 1 or self.dynatemp_range > 0), self._temper),
         }
         steps = {name: known[name][1] for name in self.order if known[name][0]}
-        if self.is_greedy and not {"typ_p", "xtc"} & steps.keys():
-            return {name: step for name, step in steps.items() if name in ("penalties", "dry")}
+        if self.is_greedy:  # the temperature keeps the highest logit alone, and so does what only truncates before it
+            names = [name for name in steps if self.order.index(name) < self.order.index("temperature")]
+            while names and names[-1] in ("top_n_sigma", "top_k", "top_p", "min_p"):
+                names.pop()
+            return {name: steps[name] for name in names}
         return steps
 
     def _penalties(self, left: Candidates, context: Context) -> Candidates:
@@ -295,11 +305,6 @@ class Sampler:
         if self.dynatemp_range > 0 and not self.mirostat:
             return samplers.dynamic_temperature(left, self.temperature, self.dynatemp_range, self.dynatemp_exponent)
         return samplers.temperature(left, max(self.temperature, _COLDEST))
-
-    def _mirostat(self, left: Candidates, context: Context) -> Candidates:
-        mu = context.state.mu
-        assert mu is not None
-        return samplers.mirostat(left, self.mirostat, mu, left.logits.size)
 
 
 def log_probabilities(rows: Iterable[Row], tokens: Sequence[int], n: int) -> tuple[TokenLogprob, ...]:

@@ -63,8 +63,7 @@ class Session:
         self._expectation = ""
         self.seed = settings.sampling.seed
         if settings.verify == "coupled" and self.seed is None:
-            self.seed = int(np.random.default_rng().integers(2**32))
-        self._coin_seed = int(np.random.default_rng().integers(2**32))  # of what promises no repetition
+            self.seed = _any_seed()
         try:
             self._load()
         except BaseException:
@@ -228,7 +227,9 @@ class Session:
         """Where the controller's measurements of this pair under these settings are kept."""
         from specli.engine.llama import library_build
 
-        target, parts = self.settings.target, list[object]([library_build(), self.settings.verify])
+        chain = replace(self.settings.sampling, seed=None, temperature=0.0, grammar="", json_schema="")
+        target, parts = self.settings.target, list[object]([library_build(), self.settings.verify, repr(chain)])
+        parts.append(self.settings.sampling.is_constrained)
         for options in (target, draft) if draft is not None else (target,):
             parts += [options.path, options.n_gpu_layers, options.flash_attn, options.cache_type_k]
             parts += [options.cache_type_v, options.n_threads, options.n_threads_batch, options.placement]
@@ -290,7 +291,7 @@ class Session:
         accepted_at_s = time.perf_counter() if accepted_at_s is None else accepted_at_s
         seed = self.seed_of(attempt)
         coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
-        state = SequenceState(0, list(prompt), self._coin_seed if seed is None else seed, np.random.default_rng(coins))
+        state = SequenceState(0, list(prompt), _any_seed() if seed is None else seed, np.random.default_rng(coins))
         if speculate and self.controller is not None:
             self.controller.begin_answer()
         limit = None if options.n_predict < 0 else options.n_predict
@@ -344,6 +345,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _any_seed() -> int:
+    """A seed where no repetition is promised."""
+    return int(np.random.default_rng().integers(2**32))
 
 
 def _drafter_kind(settings: Settings) -> tuple[str, str]:

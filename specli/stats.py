@@ -74,7 +74,8 @@ class Stats:
             self.n_prompt, self.n_reused, self.started_at_s = event.n_prompt, event.n_reused, event.started_at_s
             self.first_at_s, self.prefill_s = event.at_s, event.prefill_s
         elif isinstance(event, Logprobs):
-            self.logprobs = [*(self.logprobs or []), *event.tokens]
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(event.tokens)
         elif isinstance(event, Finished):
             self.finish_reason, self.tokens, self.explanation = event.reason, event.tokens, event.explanation
             self._take_back(event.n_cut)

@@ -311,7 +311,7 @@ def _row(target: str, note: str, cell: Cell) -> str:
 
 
 def ratios(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
-    """The rows of issue 2's section on speed."""
+    """What specli adds to a pass, to start-up and to memory."""
     yield from row_costs()
     yield from ngram_costs()
     yield help_cost()

@@ -268,7 +268,23 @@ class NoThird(NamedTuple):
         return NoThird((*self.last[-1:], token), self.n_twos + (token == 2))
 
 
+class Forcing(NoThird):
+    """Behind a 2 comes a 0, and then a 1: both are forced."""
+
+    def allows(self, token: int) -> bool:
+        if self.last[-1:] == (2,):
+            return token == 0
+        if self.last == (2, 0):
+            return token == 1
+        return True
+
+    def after(self, token: int) -> Forcing:
+        assert self.allows(token)
+        return Forcing((*self.last[-1:], token))
+
+
 CHAINS = {
+    "forcing grammar": Sampler(1.0, 0, 1.0, 0.0, constraint=Forcing()),
     "penalties and bias": Sampler(
         1.0, 0, 1.0, 0.0, repeat_penalty=1.4, frequency_penalty=0.3, repeat_last_n=4, bias={1: 0.5}
     ),

@@ -120,8 +120,8 @@ def test_values_that_mean_something_special(tiny, flags):
         (("run", "-p", "hi", "-n5"), "-n5 is not an option; write the value apart: -n 5"),
         (("run", "-p", "hi", "-mfile.gguf"), "write the value apart: -m file.gguf"),
         (("run", "-p", "hi", "-mu", "http://x"), "-mu is a llama.cpp option that specli does not have"),
-        (("run", "-p", "hi", "--mirostat", "2"), "--mirostat is a llama.cpp option"),
-        (("run", "-p", "hi", "--mirostat=2"), "--mirostat is a llama.cpp option"),
+        (("run", "-p", "hi", "--adaptive-decay", "2"), "--adaptive-decay is a llama.cpp option"),
+        (("run", "-p", "hi", "--adaptive-decay=2"), "--adaptive-decay is a llama.cpp option"),
     ],
 )
 def test_words_that_are_not_understood(specli, arguments, expected):
@@ -130,7 +130,7 @@ def test_words_that_are_not_understood(specli, arguments, expected):
     assert expected in run.error
 
 
-@pytest.mark.parametrize("flag", ["--grammar", "-np", "--image", "-lzm", "--repeat-penalty", "--no-kv-unified"])
+@pytest.mark.parametrize("flag", ["--adaptive-target", "-np", "--image", "-lzm", "--spm-infill", "--no-kv-unified"])
 def test_llama_cpp_flags_that_are_lacking_are_told_apart(tiny, flag):
     assert flag in LACKING
     assert tiny(flag, "1").error == f"{flag} is a llama.cpp option that specli does not have; leave it out"
@@ -743,3 +743,38 @@ def test_the_default_pair_works_on_a_full_disk(specli, target_path, tmp_path):
         assert b"no copy could be kept" in err
         assert len(out) > 0
         assert [path for path in tmp_path.rglob("*") if path.suffix in (".gguf", ".part")] == []
+
+
+@pytest.mark.parametrize("samplers", ["top_k", "", "temperature;top_k", "penalties;dry;xtc"])
+@pytest.mark.parametrize("more", [(), ("--dynatemp-range", "0.5"), ("--mirostat", "2")])
+def test_temperature_0_with_any_chain(tiny, samplers, more):
+    """Greedy or not, it runs: one rule says which."""
+    done = tiny("-n", "5", "--samplers", samplers, *more, "--stats-json", "-")
+    assert (done.code, done.err) == (0, "")
+    assert len(strict_json(done.out)["tokens"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--logprobs", "3"), "--logprobs was given without --stats-json"),
+        (("--ignore-eos", "--grammar", 'root ::= "a"'), "which says where the text ends"),
+        (("--grammar", "root ::= ("), "the grammar is wrong in line 1, column 11"),
+        (("--grammar", " "), "got an empty text"),
+        (("-j", "{"), "the JSON schema is not JSON"),
+        (("-j", "{}", "--grammar", 'root ::= "a"'), "a grammar and a JSON schema were both given"),
+        (("-l", "5"), "expected a token id, a sign and a number"),
+        (("-l", "5+1e39"), "a number up to 1e30"),
+        (("-l", "999999+1"), "the model has 0 to"),
+        (("--samplers", "top_k;nucleos"), "--samplers got 'nucleos'"),
+        (("--sampler-seq", "kq"), "--sampler-seq got 'q'"),
+        (("--samplers", "top_k", "--sampler-seq", "k"), "each is an order"),
+        (("--dry-sequence-breaker", ""), "got an empty text"),
+        (("--typical", "nan"), "--typical got nan"),
+    ],
+)
+def test_samplers_and_constraints_that_cannot_be_used(tiny, flags, words):
+    done = tiny("-n", "3", *flags)
+    assert (done.code, done.out) == (2, b"")
+    assert words in done.err
+    assert len(done.err.splitlines()) == 1

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
-from tiny_gguf import plain_tokens
 
 from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
 from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar, schema_grammar
 from specli.engine.llama import LlamaModel
 from specli.errors import ConfigError, EngineError
-from specli.sampling import Context, Sampler
+from specli.sampling import Context, Sampler, State
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 GRAMMARS = {
@@ -26,6 +28,7 @@ GRAMMARS = {
     "list": 'root ::= "[" (item ("," item)*)? "]"\nitem ::= [0-9]+ | "\\"" [^"]* "\\""',
     "anything": "root ::= [^\\x00]*",
     "json": "",
+    "tokens by id": 'root ::= <[40]> ("abc" | <[41]> | !<[42]>) [a-z]* # a comment, "quoted"',
 }
 
 
@@ -113,11 +116,14 @@ def test_the_mask_comes_before_the_chain(model: LlamaModel, pieces: Pieces, opti
 
 
 def test_a_dead_end_is_named(model: LlamaModel, pieces: Pieces) -> None:
-    sampler = Sampler(constraint=compile_grammar(model, 'root ::= "ab"', pieces), bias={})
-    banned = Sampler(constraint=sampler.constraint, banned=tuple(asked_for_all(sampler.constraint, model.n_vocab)))  # type: ignore[arg-type]
-    for chain in (banned,):
-        with pytest.raises(EngineError, match="allows no token behind 3 tokens"):
-            chain.distribution(np.zeros(model.n_vocab, np.float32), Context([1, 2, 3], state=chain.start()))
+    grammar = compile_grammar(model, 'root ::= "ab"', pieces)
+    chain = Sampler(constraint=grammar, banned=tuple(asked_for_all(grammar, model.n_vocab).tolist()))
+    with pytest.raises(EngineError, match="allows no token behind 3 tokens"):
+        chain.distribution(np.zeros(model.n_vocab, np.float32), Context([1, 2, 3], state=chain.start()))
+    with pytest.raises(EngineError, match="nan"):
+        Sampler(constraint=grammar).distribution(
+            np.full(model.n_vocab, np.nan, np.float32), Context(state=State(grammar))
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,6 +139,7 @@ def test_a_dead_end_is_named(model: LlamaModel, pieces: Pieces) -> None:
         ('root ::= "\\q"', "in line 1, column 11: unknown escape"),
         ('root ::= "ä"\n\n  x ::= %', "in line 3, column 9"),
         ('root ::= "a\0b"', "NUL"),
+        ("root ::= " + "(" * 20_000 + "[a-z]" + ")" * 20_000, "nests 20000 parentheses, at most 1000"),
     ],
 )
 def test_a_wrong_grammar_is_named_with_its_place(text: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +148,21 @@ def test_a_wrong_grammar_is_named_with_its_place(text: str, words: str, capfd: p
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_parsing_from_several_threads_leaves_stderr_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    def check() -> None:
+        for text in ('root ::= "a"', "root ::= (") * 20:
+            with contextlib.suppress(ConfigError):
+                check_grammar(text)
+
+    threads = [threading.Thread(target=check) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"
 
 
 SCHEMAS = [
@@ -196,37 +218,3 @@ def test_tokens_that_a_model_does_not_have(model: LlamaModel) -> None:
     sampler = make_sampler(SamplingOptions(logit_bias=((3, 1.0), (3, 0.5)), ignore_eos=True), model)
     assert sampler.bias == {3: 1.5}
     assert set(sampler.banned) == model.end_ids
-
-
-def test_cost_at_a_large_vocabulary(tiny_model: Callable[..., Path]) -> None:
-    """Printed, not asserted: milliseconds per token of a typical schema at 151,936 tokens, and asked for all."""
-    import time
-
-    rng = np.random.default_rng(0)
-    texts, _types = plain_tokens()
-    words = {"".join(map(chr, rng.integers(97, 123, int(rng.integers(4, 9))))) for _ in range(160_000)}
-    path = tiny_model(tokens=[*texts, *sorted(words)[: 151_936 - len(texts)]])
-    model = LlamaModel(ModelOptions(path), lambda _fraction: None, lambda: False)
-    try:
-        started_s = time.perf_counter()
-        grammar = compile_grammar(model, schema_grammar(json.dumps(SCHEMAS[2])), Pieces(model))
-        print(f"\ncompile {time.perf_counter() - started_s:.2f} s")
-        times, whole = [], []
-        for _ in range(20):
-            row = rng.normal(0, 3, model.n_vocab).astype(np.float32)
-            started_s = time.perf_counter()
-            token = int(grammar.best(row, 40)[0])
-            following = grammar.after(token)
-            times.append(time.perf_counter() - started_s)
-            started_s = time.perf_counter()
-            asked_for_all(grammar, model.n_vocab)
-            whole.append(time.perf_counter() - started_s)
-            if token in model.end_ids:
-                break
-            grammar = following
-        print(
-            f"per token {1000 * np.median(times):.2f} ms (worst {1000 * max(times):.2f}), "
-            f"all of them {1000 * np.median(whole):.1f} ms"
-        )
-    finally:
-        model.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from fakes import memo
+from numpy.typing import NDArray
 
 from specli.drafters.base import EMPTY, Choice, Draft, SequenceState
 from specli.drafters.model import ModelDrafter
@@ -368,3 +370,56 @@ def test_busy_seconds_are_the_engines() -> None:
     drafter = ModelDrafter(engine, GREEDY, V)
     drafter.propose([SequenceState(0, [1, 2, 3])], [2])
     assert drafter.busy_s == 0.5 + 3 + 0.5 + 1
+
+
+class Script(NamedTuple):
+    """A constraint that forces the ids of a list, one after the other, and then allows everything."""
+
+    ids: tuple[int, ...] = ()
+
+    def allows(self, token: int) -> bool:
+        return not self.ids or token == self.ids[0]
+
+    def best(self, row: Row, n: int | None) -> NDArray[np.int64]:
+        order = np.argsort(-row, kind="stable")
+        return np.array([i for i in order.tolist() if self.allows(i)], np.int64)[:n]
+
+    def forced(self) -> int | None:
+        return self.ids[0] if self.ids else None
+
+    def after(self, token: int) -> Script:
+        return Script(self.ids[1:])
+
+
+def test_forced_tokens_cost_no_pass_and_enter_the_cache_later() -> None:
+    verifier = make_verifier("greedy", Sampler(0.0, constraint=Script((2, 1, 0))))
+    loop = Loop(verifier=verifier)
+    loop.commit(6)
+    draft = loop.propose(3)
+    assert list(draft.ids) == [2, 1, 0]
+    assert loop.drafter.n_passes == 0
+    longer = Loop(verifier=verifier)
+    longer.commit(6)
+    draft = longer.propose(5)
+    assert list(draft.ids[:3]) == [2, 1, 0]
+    assert longer.drafter.n_passes == 2
+    assert longer.engine.n_past(0) == len(longer.state.tokens) + 4
+    longer.commit(2)  # whatever came: what does not stand leaves the cache
+    assert longer.engine.n_past(0) <= len(longer.state.tokens) - 1
+
+
+def test_forced_tokens_count_against_the_batch() -> None:
+    verifier = make_verifier("greedy", Sampler(0.0, constraint=Script((2, 1, 0))))
+    loop = Loop(verifier=verifier, limits={"n_batch": 4})
+    loop.commit(6)
+    assert list(loop.propose(5).ids[:3]) == [2, 1, 0]
+
+
+def test_a_draft_without_the_forced_token_ends_there() -> None:
+    """Its vocabulary is smaller, or nothing that it knows may come: neither is an error of the text."""
+    for ids, n_vocab in (((2, V + 1), V + 4), ((V + 3,), V + 4)):
+        verifier = make_verifier("greedy", Sampler(0.0, constraint=Script(ids)))
+        loop = Loop(verifier=verifier)
+        loop.drafter = ModelDrafter(loop.engine, loop.chooser, n_vocab)
+        loop.commit(5)
+        assert list(loop.propose(4).ids) == [token for token in ids if token < V]

@@ -238,6 +238,41 @@ def test_a_greedy_chain_keeps_what_can_change_the_highest() -> None:
     assert Sampler(0.0, repeat_penalty=1.0, dry_multiplier=0.5).argmax(row) == 0
 
 
+GREEDY_ORDERS = {
+    ("top_k", "penalties", "temperature"): {"top_k": 1},
+    ("temperature", "penalties"): {},
+    ("temperature", "xtc"): {"xtc_probability": 1.0},
+    ("xtc", "penalties", "temperature"): {"xtc_probability": 1.0},
+    ("penalties", "typ_p", "top_k", "temperature"): {"top_k": 2, "typical_p": 0.3},
+    ("min_p", "penalties", "temperature", "dry"): {"min_p": 0.95},
+}
+
+
+@pytest.mark.parametrize("order", GREEDY_ORDERS, ids="-".join)
+def test_a_greedy_chain_keeps_its_order(order: tuple[str, ...]) -> None:
+    """Against llama.cpp's chain in that order."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampler = Sampler(0.0, **{**off, **GREEDY_ORDERS[order]}, repeat_penalty=3.0, order=order)  # type: ignore[arg-type]
+    make = {
+        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(sampler.top_k),
+        "penalties": lambda: llama_cpp.llama_sampler_init_penalties(N, 64, 3.0, 0.0, 0.0),
+        "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(0.0, 0.0, 1.0),
+        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(1.0, 0.1, 0, 1),
+        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(sampler.typical_p, 0),
+        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(sampler.min_p, 0),
+        "dry": lambda: llama_cpp.llama_sampler_init_dry(None, 0.0, 1.75, 2, 64, None, 0),
+    }
+    for seed in range(20):
+        row = np.random.default_rng(seed).normal(0, 3, N).astype(np.float32)
+        history = [int(token) for token in np.argsort(-row)[:2]]
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        for name in order:
+            llama_cpp.llama_sampler_chain_add(chain, make[name]())
+        with freed(chain) as theirs:
+            left = llama_left(theirs, row, history)
+        assert sampler.argmax(row, Context(history)) == max(left, key=lambda token: left[token]), seed
+
+
 def test_without_a_temperature_in_the_order_nothing_is_greedy() -> None:
     sampler = Sampler(0.0, 0, 1.0, 0.0, order=("top_k",))
     assert not sampler.is_greedy

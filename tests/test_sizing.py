@@ -52,7 +52,7 @@ def assert_equal(plan: Sizes, real: Sizes, tolerance: int) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "shape", "options"), TINY)
-def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_model, monkeypatch) -> None:
+def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_model) -> None:
     asked = ModelOptions(tiny_model(architecture, **shape), **options)
     plan = planned(asked)
     is_mapped = asked.load_mode in ("auto", "mmap", "mmap+mlock")
@@ -67,7 +67,7 @@ def test_a_tiny_model_gets_what_was_planned(architecture, shape, options, tiny_m
     [{}, {"n_ctx": 2000, "n_ubatch": 64, "flash_attn": "off"}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}],
 )
 @pytest.mark.parametrize("which", ["target_path", "q4_0_path", "draft_path"])
-def test_the_default_pair_gets_what_was_planned(which, options, request, monkeypatch) -> None:
+def test_the_default_pair_gets_what_was_planned(which, options, request) -> None:
     asked = ModelOptions(request.getfixturevalue(which), **options)
     assert_equal(planned(asked), allocated(asked), tolerance=1)
 

@@ -67,9 +67,10 @@ class Runner:
 
     def warm_up(self, prompt: Prompt, settings: Sequence[Setting]) -> None:
         """A short run of plain decoding and of each drafter at its longest; the controller's first measurements."""
-        longest: dict[tuple[str, bool], Setting] = {}
+        longest: dict[tuple[object, ...], Setting] = {}
         for setting in (*(setting.plain for setting in settings[:1]), *settings):
-            key = setting.drafter, setting.k is None
+            learned = () if setting.k is not None else (setting.temperature, setting.verify)
+            key = setting.drafter, setting.k is None, learned
             if key not in longest or (setting.k or 0) > (longest[key].k or 0):
                 longest[key] = setting
         for setting in longest.values():
@@ -137,7 +138,7 @@ class Runner:
         drafting = self._session.drafting
         if drafting is None:
             raise ConfigError(f"there is nothing to speculate with: {self._session.speculation.reason}")
-        profile = Path(self._folder.name) / f"{setting.drafter}-{setting.verify}.json"
+        profile = Path(self._folder.name) / f"{setting.drafter}-{setting.verify}-{setting.temperature:g}.json"
         made = dataclasses.replace(
             drafting,
             verifier=verifier,

@@ -101,7 +101,8 @@ def run(
     """Complete a prompt, or chat where none is given, faster with a draft, with the target's own words."""
     choice = ModelChoice.of(context)
     system = texts.system(system)
-    generation = samplers.generation(GenerationOptions(n_predict, texts.stops(stops), texts.special))
+    generation = GenerationOptions(n_predict, texts.stops(stops), texts.special)
+    generation = samplers.generation(generation, has_json=stats_json is not None)
     kind, note = map_spec_type(spec_type)
     target = ModelOptions(
         path=choice.model or Path(),
@@ -128,7 +129,8 @@ def run(
     )
     draft = loading.draft(draft)
     sampling = samplers.options(
-        SamplingOptions(temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos)
+        SamplingOptions(temperature, top_k, top_p, min_p, None if seed in (-1, RANDOM_SEED) else seed, ignore_eos),
+        texts.escape,
     )
     speculation = SpeculationOptions(kind, draft_length(draft_max), draft_min, draft_p_min, verify, draft_fixed)
     settings = Settings(

@@ -15,8 +15,8 @@ from specli.errors import ConfigError
 SAMPLERS_PANEL, CONSTRAINTS = "More samplers", "Constraints and logprobs"
 
 
-def _more(*names: str, help: str, metavar: str | None = None) -> Any:  # noqa: ANN401
-    return make_option(*names, panel=SAMPLERS_PANEL, help=help, metavar=metavar)
+def _more(*names: str, help: str, metavar: str | None = None, env: str | None = None) -> Any:  # noqa: ANN401
+    return make_option(*names, panel=SAMPLERS_PANEL, help=help, metavar=metavar, env=env)
 
 
 def _constraint(*names: str, help: str, metavar: str | None = None) -> Any:  # noqa: ANN401
@@ -55,14 +55,21 @@ class SamplerFlags:
     repeat_last_n: Annotated[
         int, _more("--repeat-last-n", help="Tokens that penalties look at; 0 = off, -1 = all.")
     ] = SamplingOptions.repeat_last_n
-    repeat_penalty: Annotated[float, _more("--repeat-penalty", help="Divides logits of recent tokens; 1 = off.")] = (
-        SamplingOptions.repeat_penalty
-    )
-    presence_penalty: Annotated[float, _more("--presence-penalty", help="Off logits of recent tokens; 0 = off.")] = (
-        SamplingOptions.presence_penalty
-    )
+    repeat_penalty: Annotated[
+        float,
+        _more("--repeat-penalty", env="LLAMA_ARG_REPEAT_PENALTY", help="Divides logits of recent tokens; 1 = off."),
+    ] = SamplingOptions.repeat_penalty
+    presence_penalty: Annotated[
+        float,
+        _more("--presence-penalty", env="LLAMA_ARG_PRESENCE_PENALTY", help="Off logits of recent tokens; 0 = off."),
+    ] = SamplingOptions.presence_penalty
     frequency_penalty: Annotated[
-        float, _more("--frequency-penalty", help="The same for each time they stand there; 0 = off.")
+        float,
+        _more(
+            "--frequency-penalty",
+            env="LLAMA_ARG_FREQUENCY_PENALTY",
+            help="The same for each time they stand there; 0 = off.",
+        ),
     ] = SamplingOptions.frequency_penalty
     dry_multiplier: Annotated[float, _more("--dry-multiplier", help="Don't repeat yourself; 0 = off.")] = (
         SamplingOptions.dry_multiplier
@@ -123,8 +130,8 @@ class SamplerFlags:
         ),
     ] = None
 
-    def options(self, base: SamplingOptions) -> SamplingOptions:
-        """``base`` with these flags. Raises ``ConfigError``."""
+    def options(self, base: SamplingOptions, escape: bool) -> SamplingOptions:
+        """``base`` with these flags; ``escape``: backslashes in texts have a meaning. Raises ``ConfigError``."""
         return replace(
             base,
             typical_p=self.typical,
@@ -141,7 +148,7 @@ class SamplerFlags:
             dry_base=self.dry_base,
             dry_allowed_length=self.dry_allowed_length,
             dry_penalty_last_n=self.dry_penalty_last_n,
-            dry_breakers=self._breakers(),
+            dry_breakers=self._breakers(escape),
             mirostat=self.mirostat,
             mirostat_tau=self.mirostat_ent,
             mirostat_eta=self.mirostat_lr,
@@ -151,8 +158,10 @@ class SamplerFlags:
             json_schema=self._one("--json-schema", self.json_schema, self.json_schema_file, "JSON schema"),
         )
 
-    def generation(self, base: GenerationOptions) -> GenerationOptions:
-        """``base`` with these flags. Raises ``ConfigError``."""
+    def generation(self, base: GenerationOptions, has_json: bool) -> GenerationOptions:
+        """``base`` with these flags; ``has_json``: there is a place for them. Raises ``ConfigError``."""
+        if self.logprobs is not None and not has_json:
+            raise ConfigError("--logprobs was given without --stats-json, where they would go; add --stats-json FILE")
         return replace(base, n_logprobs=self.logprobs)
 
     def _order(self) -> tuple[str, ...]:
@@ -162,11 +171,12 @@ class SamplerFlags:
             return values.sampler_names(self.samplers)
         return SAMPLERS if self.sampler_seq is None else values.sampler_letters(self.sampler_seq)
 
-    def _breakers(self) -> tuple[str, ...]:
+    def _breakers(self, escape: bool) -> tuple[str, ...]:
         given = self.dry_sequence_breaker
         if given is None:
             return SamplingOptions.dry_breakers
-        return tuple(values.unescape(text, "--dry-sequence-breaker") for text in given if text != "none")
+        texts = [text for text in given if text != "none"]
+        return tuple(values.unescape(text, "--dry-sequence-breaker") if escape else text for text in texts)
 
     def _one(self, flag: str, text: str | None, file: str | None, what: str) -> str:
         if file is None:

@@ -11,6 +11,7 @@ from specli.drafters.model import ModelDrafter
 from specli.drafters.ngram import NgramDrafter
 from specli.events import RoundDone
 from specli.record import Kind, Outcome
+from specli.sampling import Sampler
 
 
 class _Proposed(NamedTuple):
@@ -41,12 +42,20 @@ class _Foretold:
 class AdaptiveDrafter:
     """Asks ``controller`` before each draft which of ``model`` and ``ngram`` proposes, and tells it what came of it.
 
-    An n-gram draft costs nothing to make and is a point mass, so it is made first and cut to the length that pays. The
-    model's draft grows under the controller's eyes (it becomes the model's ``pacer``), which decides before each draw.
+    An n-gram draft costs nothing to make and is a point mass, so it is made first and cut to the length that pays and
+    to what ``sampler`` lets come next. The model's draft grows under the controller's eyes (it becomes the model's
+    ``pacer``), which decides before each draw.
     """
 
-    def __init__(self, controller: Controller, model: ModelDrafter | None, ngram: NgramDrafter | None) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        model: ModelDrafter | None,
+        ngram: NgramDrafter | None,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.controller = controller
+        self._sampler = sampler
         self._model, self._ngram = model, ngram
         if model is not None:
             model.pacer = controller
@@ -70,8 +79,10 @@ class AdaptiveDrafter:
             n_lacking = model.n_lacking(state) if model is not None and can_draft else None
             kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget)
             if kind == "ngram":
-                drafts[i] = guess.first(k)
-                controller.take(k)
+                drafts[i] = guess.first(
+                    k if self._sampler is None else self._sampler.n_allowed(state.state, guess.ids[:k])
+                )
+                controller.take(len(drafts[i]))
             elif kind == "draft" and n_lacking is not None:
                 by_model.append(i)
                 n_behind += max(0, n_lacking - 2)

@@ -140,6 +140,9 @@ class ModelDrafter:
             token = sampler.forced(state)
             if token is None:
                 return
+            if token >= self._n_vocab:
+                chain.is_open = False  # the draft could not go on from there
+                return
             if self._has_confidence:
                 chain.confidence.append(1.0)
             self._add(chain, Choice(token, None, sampler.advance(state or sampler.start(), token)))
@@ -158,30 +161,38 @@ class ModelDrafter:
         return self._p_min > 0 or self.pacer is not None
 
     def _catch_up(self, chains: Sequence[_Chain]) -> list[Row]:
-        """Feed what the caches lack, all of it but the last batch without rows; the rows that start the drafts."""
-        for chain in chains:
-            state = chain.state
-            while len(state.tokens) - (start := self._engine.n_past(state.id)) > self._engine.n_batch // len(chains):
-                chunk = state.tokens[start : start + self._engine.n_batch // len(chains)]
-                self._engine.evaluate([Slice(state.id, chunk, start, 0)], interruptible=True)
+        """Feed what the caches lack; the rows that start the drafts."""
         return self._step(chains, interruptible=True)
 
     def _step(self, chains: Sequence[_Chain], interruptible: bool = False) -> list[Row]:
-        """Evaluate what the cache lacks of each chain; the rows behind."""
+        """Evaluate what the cache lacks of each chain, all of it but the last batch without rows; the rows behind."""
         if not chains:
             return []
-        slices = []
+        slices, most = [], self._engine.n_batch // len(chains)
         for chain in chains:
-            start = self._engine.n_past(chain.state.id)
-            slices.append(Slice(chain.state.id, chain.pending(start), start, 1))
-            if chain.ids:
-                self._drafted[chain.state.id] = chain.ids[:]
+            while len(self._pending(chain)) > most:
+                self._engine.evaluate([self._slice(chain, most, 0)], interruptible)
+            slices.append(self._slice(chain, most, 1))
         self.n_passes += 1
         return [rows[0] for rows in self._engine.evaluate(slices, interruptible).rows]
+
+    def _pending(self, chain: _Chain) -> list[int]:
+        return chain.pending(self._engine.n_past(chain.state.id))
+
+    def _slice(self, chain: _Chain, most: int, n_rows: int) -> Slice:
+        """The next tokens of ``chain`` for its cache, noted as drafted where they are."""
+        start, tokens = self._engine.n_past(chain.state.id), self._pending(chain)[:most]
+        n_drafted = start + len(tokens) - len(chain.state.tokens)
+        if n_drafted > 0:
+            self._drafted[chain.state.id] = chain.ids[:n_drafted]
+        return Slice(chain.state.id, tokens, start, n_rows)
 
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
         row = row[: self._n_vocab]
+        if not self._chooser.sampler.allows_any(chain.sampling or chain.state.state, row):
+            chain.is_open = False  # a dead end of the draft is none of the text
+            return
         if self._has_confidence:
             confidence = top_probability(row)
             may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
@@ -190,8 +201,8 @@ class ModelDrafter:
                 return
             chain.confidence.append(confidence)
         self._add(chain, self._chooser.choose(row, chain.state, chain.ids, chain.sampling))
-        chain.is_open = chain.is_open and self._may_step(chain)
         self._force(chain)
+        chain.is_open = chain.is_open and self._may_step(chain)
 
     def _may_draw(self, chain: _Chain, confidence: float) -> bool:
         if confidence < self._p_min:

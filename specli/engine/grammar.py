@@ -12,6 +12,7 @@ import ctypes
 import os
 import re
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +24,15 @@ from numpy.typing import NDArray
 from specli.engine.llama import LlamaModel
 from specli.engine.log import LOG
 from specli.errors import ConfigError
-from specli.samplers import Ids, Row, top_ids
+from specli.samplers import Ids, Row, require_finite, top_ids
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _N_FIRST = 64  # highest logits that are looked at before anything else
 _ROOT = b"root"
 _CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GBNF, and its character classes
+_COMMENT = re.compile(_CLASS.pattern + r"|#[^\n]*")
+_MAX_NESTING = 1000  # of parentheses: llama.cpp's parser calls itself for each, and 20,000 end the process
+_STDERR = threading.Lock()
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 _AT = re.compile(r" at (.*)$", re.DOTALL)
 
@@ -37,6 +41,7 @@ class Pieces:
     """The tokens of a vocabulary by their first byte; one per model."""
 
     def __init__(self, model: LlamaModel) -> None:
+        self.n_vocab = model.n_vocab
         first = np.full(model.n_vocab, -1, np.int32)  # -1: no text, so never allowed unless it ends the text
         alone: dict[int, int] = {}
         for token in range(model.n_vocab):
@@ -64,18 +69,20 @@ class Pieces:
 class Grammar:
     """Where a text stands in a grammar. Make one with ``compile_grammar``."""
 
-    def __init__(self, sampler: object, pieces: Pieces) -> None:
-        self._sampler, self._pieces = sampler, pieces
+    def __init__(self, sampler: object, pieces: Pieces, names_tokens: bool) -> None:
+        self._sampler, self._pieces, self._names_tokens = sampler, pieces, names_tokens
         self._close = weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
         self._all: Ids | None = None
+        self._next: dict[int, Grammar] = {}
 
     def best(self, row: Row, n: int | None) -> Ids:
         """See ``Constraint``. Tokens with a logit of -inf are banned."""
-        if n is not None and self._all is None:
+        if n is not None:
             first = top_ids(row, max(_N_FIRST, 2 * n))
             allowed = first[self._allowed(first)]
             if allowed.size >= n or first.size < max(_N_FIRST, 2 * n):
                 return allowed[:n]
+        require_finite(row.max())
         ids = self._everything()
         ids = ids[ids < row.size]
         ids = ids[row[ids] > -np.inf]
@@ -86,7 +93,11 @@ class Grammar:
         return bool(self._allowed(np.array([token]))[0])
 
     def forced(self) -> int | None:
-        """See ``Constraint``."""
+        """See ``Constraint``. Two first bytes, or a byte and an end, are answer enough."""
+        if not self._names_tokens:
+            n_ways = int(self._allowed(self._pieces.probes).sum()) + int(self._allowed(self._pieces.ends).sum())
+            if n_ways > 1:
+                return None
         ids = self._everything()
         return int(ids[0]) if ids.size == 1 else None
 
@@ -94,15 +105,20 @@ class Grammar:
         """See ``Constraint``."""
         if token in self._pieces.ends:  # the text is over; llama.cpp would look for it in the grammar
             return self
-        clone = llama_cpp.llama_sampler_clone(self._sampler)
-        llama_cpp.llama_sampler_accept(clone, token)
-        return Grammar(clone, self._pieces)
+        found = self._next.get(token)  # a draft and its judge go the same way
+        if found is None:
+            clone = llama_cpp.llama_sampler_clone(self._sampler)
+            llama_cpp.llama_sampler_accept(clone, token)
+            found = self._next[token] = Grammar(clone, self._pieces, self._names_tokens)
+        return found
 
     def _everything(self) -> Ids:
         """Every token that may come next, rising; asked for once."""
         if self._all is None:
-            probes = self._pieces.probes
-            ids = self._pieces.beginning_with(self._allowed(probes))
+            if self._names_tokens:  # which llama.cpp looks up by id, whatever their text
+                ids = np.arange(self._pieces.n_vocab)
+            else:
+                ids = self._pieces.beginning_with(self._allowed(self._pieces.probes))
             self._all = np.sort(ids[self._allowed(ids)])
         return self._all
 
@@ -118,7 +134,8 @@ class Grammar:
 
 def compile_grammar(model: LlamaModel, text: str, pieces: Pieces) -> Grammar:
     """The beginning of a text under the GBNF ``text``. Raises ``ConfigError`` as ``check_grammar``."""
-    return Grammar(_parse(llama_cpp.llama_model_get_vocab(model.handle), text), pieces)
+    names_tokens = "<" in _CLASS.sub("", _COMMENT.sub(_without_comment, text))
+    return Grammar(_parse(llama_cpp.llama_model_get_vocab(model.handle), text), pieces, names_tokens)
 
 
 def check_grammar(text: str) -> None:
@@ -156,10 +173,28 @@ def _without_control(found: re.Match[str]) -> str:
     return f"[^{_UNESCAPED}{text[2:]}" if text.startswith("[^") else text
 
 
+def _without_comment(found: re.Match[str]) -> str:
+    return "" if found[0].startswith("#") else found[0]
+
+
+def _nesting(text: str) -> int:
+    """The most parentheses that are open at once."""
+    depth = deepest = 0
+    for character in _CLASS.sub("", _COMMENT.sub(_without_comment, text)):
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _parse(vocab: object, text: str) -> object:
     LOG.clear()
     if "\0" in text:
         raise ConfigError("the grammar holds a NUL character; take it out")
+    if (depth := _nesting(text)) > _MAX_NESTING:
+        raise ConfigError(
+            f"the grammar nests {depth} parentheses, at most {_MAX_NESTING} were expected; write it flatter (in a "
+            "schema a smaller maxLength or maxItems)"
+        )
     with _stderr_of_library() as written:
         sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode("utf-8"), _ROOT)
     if sampler:
@@ -184,7 +219,7 @@ def _reason(text: str, written: str) -> str:
 @contextmanager
 def _stderr_of_library() -> Iterator[Callable[[], str]]:
     """llama.cpp's parser prints its errors to the process's stderr: catch them there."""
-    with tempfile.TemporaryFile() as file:
+    with _STDERR, tempfile.TemporaryFile() as file:
         written = ""
         try:
             saved = os.dup(2)

@@ -67,6 +67,7 @@ class LlamaModel:
         self.eos: int = llama_cpp.llama_vocab_eos(vocab)
         is_eog = llama_cpp.llama_vocab_is_eog
         self.end_ids = frozenset(token for token in range(self.n_vocab) if is_eog(vocab, token))
+        self.suppressed = _suppressed(vocab)  # ids that the model's makers ban (tokenizer.ggml.suppress_tokens)
         try:
             self.adapters = [self._load_adapter(lora) for lora in options.loras]
         except ModelLoadError:
@@ -333,6 +334,12 @@ class _Batch:
 
 def _pointer(array: NDArray[np.generic], kind: type) -> object:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+
+def _suppressed(vocab: object) -> frozenset[int]:
+    n = ctypes.c_int32(0)
+    ids = llama_cpp.llama_vocab_get_suppress_tokens(vocab, ctypes.byref(n))
+    return frozenset(ids[i] for i in range(n.value))
 
 
 def library_build() -> str:
