@@ -66,6 +66,31 @@ LLAMA_CPP = """
 --temp --temperature | | LLAMA_ARG_TEMPERATURE | 0.8
 --top-k | | LLAMA_ARG_TOP_K | 40
 --top-p | | LLAMA_ARG_TOP_P | 0.95
+--samplers | | |
+--sampler-seq --sampling-seq | | |
+--top-nsigma --top-n-sigma | | | -1.0
+--xtc-probability | | | 0.0
+--xtc-threshold | | | 0.1
+--typical --typical-p | | | 1.0
+--repeat-last-n | | | 64
+--repeat-penalty | | LLAMA_ARG_REPEAT_PENALTY | 1.0
+--presence-penalty | | LLAMA_ARG_PRESENCE_PENALTY | 0.0
+--frequency-penalty | | LLAMA_ARG_FREQUENCY_PENALTY | 0.0
+--dry-multiplier | | | 0.0
+--dry-base | | | 1.75
+--dry-allowed-length | | | 2
+--dry-penalty-last-n | | | 64
+--dry-sequence-breaker | | |
+--dynatemp-range | | | 0.0
+--dynatemp-exp | | | 1.0
+--mirostat | | | 0
+--mirostat-lr | | | 0.1
+--mirostat-ent | | | 5.0
+-l --logit-bias | | |
+--grammar | | |
+--grammar-file | | |
+-j --json-schema | | |
+-jf --json-schema-file | | |
 --min-p | | LLAMA_ARG_MIN_P | 0.05
 --rope-scaling | | LLAMA_ARG_ROPE_SCALING_TYPE |
 --rope-scale | | LLAMA_ARG_ROPE_SCALE |

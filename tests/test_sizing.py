@@ -187,7 +187,7 @@ def test_the_rough_bound_is_far_above_the_default_pair(which, request) -> None:
 # -- verdicts on real models, with little memory
 
 
-def test_suggestions_fit_when_they_are_loaded(tiny_model, monkeypatch) -> None:
+def test_suggestions_fit_when_they_are_loaded(tiny_model) -> None:
     asked = Setup(ModelOptions(tiny_model("llama", n_layer=4, n_embd=128), n_ctx=100_000))
     with LlamaSizer(rooms(200)) as sizer:
         plan = choose(asked, sizer).plan
@@ -195,8 +195,7 @@ def test_suggestions_fit_when_they_are_loaded(tiny_model, monkeypatch) -> None:
     assert not plan.fits
     assert {one.what for one in found} >= {"a shorter context", "q8_0 caches and a shorter context"}
     for one in found:
-        with monkeypatch.context() as patch:
-            real = allocated(one.plan.setup.target, patch)
+        real = allocated(one.plan.setup.target)
         pinned = sum(n for (_, name), n in real.items() if name != "CPU_Mapped") / 100
         assert pinned + HOST_RESERVE / MIB <= 200
 

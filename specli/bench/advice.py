@@ -82,14 +82,8 @@ def conclude(cells: Sequence[Cell], flags: Sequence[str] = ()) -> Conclusion:
             advice.append(Advice(title, chosen, tuple(reasons(chosen)) if chosen.speedup.value < 1 else ()))
     ranked = overall(cells)
     setting, average = ranked[0][:2] if ranked else (None, None)
-    if (
-        setting is not None
-        and average is not None
-        and average < 1
-        and not any(a.cell.verdict == "pays" for a in advice)
-    ):
-        setting = setting.plain
-        average = None
+    if setting is not None and not any(a.cell.verdict == "pays" for a in advice):  # nobody should use a guess
+        setting, average = setting.plain, None
     return Conclusion(tuple(advice), setting, average, command(setting, flags))
 
 

@@ -97,7 +97,7 @@ def _show(scene: _Scene, renderer: Renderer, interrupt: Interrupt) -> None:
             renderer.on_event(event, stats)
         ratios = _ratios(session, prompt, scene.generation, renderer, interrupt)
     if ratios:
-        verdict = "it paid" if statistics.median(ratios) > 1 else "it did not pay"
+        verdict = "it paid" if min(ratios) > 1 else "it did not pay" if max(ratios) < 1 else "no sure difference"
         renderer.notice(
             f"{verdict}: {statistics.median(ratios):.2f} x the speed of plain decoding "
             f"(median of {len(ratios)} pairs in turn, {min(ratios):.2f} to {max(ratios):.2f})"

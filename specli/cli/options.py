@@ -181,7 +181,10 @@ MinP = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        "-s", "--seed", rich_help_panel=SAMPLING, help="Same seed, same text, with any drafter and K; -1 = none."
+        "-s",
+        "--seed",
+        rich_help_panel=SAMPLING,
+        help="Same seed, same text, with any drafter and K (past 256 tokens with --exact); -1 = none.",
     ),
 ]
 

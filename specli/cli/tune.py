@@ -59,6 +59,8 @@ def tune(
     if output not in FORMATS:
         raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
     generation = GenerationOptions(n_predict)
+    if n_predict == 0:
+        raise ConfigError("-n/--predict got 0, at least 1 token was expected: there would be nothing to measure")
     choice = ModelChoice.of(context)
     target = ModelOptions(choice.model or Path(), n_threads=threads, n_gpu_layers=gpu_layers, flash_attn=flash_attn)
     draft = ModelOptions(
