@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS, _MOST_TOKENS = 40, 20  # of a breaker, as llama.cpp
 
 
-def check_constraint(options: SamplingOptions) -> None:
-    """Raise ``ConfigError`` for a grammar or schema that llama.cpp does not take; nothing is loaded."""
-    if options.is_constrained:
-        from specli.engine.grammar import check_grammar
+def check_constraint(options: SamplingOptions) -> str | None:
+    """Raise ``ConfigError`` for a grammar or schema that llama.cpp does not take; nothing is loaded.
 
-        check_grammar(_gbnf(options))
+    What a schema says beyond its grammar, as one line, or None.
+    """
+    if not options.is_constrained:
+        return None
+    from specli.engine.grammar import check_grammar, unenforced
+
+    check_grammar(_gbnf(options))
+    names = unenforced(options.json_schema) if options.json_schema else []
+    return f"not enforced by the grammar of the JSON schema: {', '.join(names)}" if names else None
 
 
 def make_sampler(options: SamplingOptions, model: LlamaModel) -> Sampler:
@@ -78,7 +84,7 @@ def _gbnf(options: SamplingOptions) -> str:
 
     try:
         json.loads(options.json_schema)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the JSON schema is not JSON: {error}") from None
     return schema_grammar(options.json_schema)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from specli.drafters.base import EMPTY, Draft, Drafter, SequenceState
 from specli.engine.base import Engine, Rows, Slice
-from specli.errors import Cancelled, ConfigError, ContextOverflow, RollbackUnsupported
+from specli.errors import Cancelled, ConfigError, ContextOverflow, DeadEnd, RollbackUnsupported
 from specli.events import (
     Event,
     Finished,
@@ -114,11 +114,14 @@ class Decoder:
             drafts = self._propose(active)
         except Cancelled:
             return  # the loop ends every sequence at its next turn
-        slices = [_verify_slice(running.state, draft) for running, draft in zip(active, drafts, strict=True)]
+        slices = [running.to_verify(draft) for running, draft in zip(active, drafts, strict=True)]
         evaluation = self.engine.evaluate(slices)
         counts, texts, logprobs = [], [], list[Logprobs]()
         for running, draft, rows in zip(active, drafts, evaluation.rows, strict=True):
-            verdict = self.verifier.verify(draft, rows, running.state)
+            try:
+                verdict = self.verifier.verify(draft, rows, running.state)
+            except DeadEnd:  # somewhere on the draft's way: the next token by itself may still have one
+                verdict = self.verifier.verify(EMPTY, rows[:1], running.state)
             tokens = [*draft.ids[: verdict.n_accepted], verdict.next_token]
             texts.append(self._commit(running, tokens, verdict.n_accepted))
             logprobs += self._logprobs(running, rows)
@@ -206,12 +209,6 @@ class Decoder:
 
     def _draft_busy_s(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.busy_s
-
-
-def _verify_slice(state: SequenceState, draft: Draft) -> Slice:
-    """The last committed token and the draft, a row wanted for each."""
-    tokens = [state.tokens[-1], *draft.ids]
-    return Slice(state.id, tokens, len(state.tokens) - 1, len(tokens))
 
 
 def _check_prompt(prompt: Sequence[int], n_ctx: int) -> None:

@@ -6,6 +6,7 @@
     │   └── VocabMismatch         4   target and draft do not share token ids
     ├── ContextOverflow           5   a prompt that does not fit the context
     ├── EngineError               6   an evaluation that failed (device lost, NaN logits, cache full)
+    │   ├── DeadEnd               6   a grammar, or bans, that allow no token
     │   └── RollbackUnsupported   6   a memory that cannot drop its last tokens
     └── Cancelled               130   Ctrl-C
 
@@ -49,6 +50,10 @@ class EngineError(SpecError):
     """An evaluation failed: the device, the cache, or the numbers."""
 
     exit_code = 6
+
+
+class DeadEnd(EngineError):
+    """What may come next, by the grammar and the bans, is nothing."""
 
 
 class RollbackUnsupported(EngineError):

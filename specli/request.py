@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specli.drafters.base import SequenceState
+from specli.drafters.base import Draft, SequenceState
+from specli.engine.base import Slice
 from specli.events import FinishReason
 from specli.text import TextStream
 
@@ -46,6 +47,11 @@ class Running:
     def state(self) -> SequenceState:
         """The sequence's tokens, coins and sampler state."""
         return self.request.state
+
+    def to_verify(self, draft: Draft) -> Slice:
+        """The last committed token and ``draft``, a row wanted for each."""
+        tokens = [self.state.tokens[-1], *draft.ids]
+        return Slice(self.state.id, tokens, len(self.state.tokens) - 1, len(tokens))
 
     @property
     def n_left(self) -> int | None:

@@ -98,7 +98,7 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
     if candidates.ids is None:
         highest = candidates.logits.max()
         require_finite(highest)
-        ids = np.flatnonzero(candidates.logits >= highest + np.log(np.float32(p)))
+        ids = np.flatnonzero(candidates.logits >= highest + np.float32(math.log(p)))
         return Candidates(ids, candidates.logits[ids].astype(np.float64))
     candidates = candidates.by_logit()
     return candidates.first(int((candidates.logits >= candidates.logits[0] + math.log(p)).sum()))
@@ -237,7 +237,7 @@ def mirostat(candidates: Candidates, version: int, mu: float, n_vocab: int) -> C
     s_hat = float(t @ b / (t @ t))
     epsilon = s_hat - 1
     with np.errstate(all="ignore"):
-        k = np.float64(epsilon * 2.0**mu / (1 - np.float64(n_vocab) ** -epsilon)) ** np.float64(1 / s_hat)
+        k = np.float64(epsilon * np.float64(2.0) ** mu / (1 - np.float64(n_vocab) ** -epsilon)) ** np.float64(1 / s_hat)
     return top_k(candidates, max(1, int(min(k, logits.size))) if math.isfinite(k) else logits.size)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specli import samplers
-from specli.errors import EngineError
+from specli.errors import DeadEnd
 from specli.events import TokenLogprob
 from specli.samplers import Breakers, Candidates, Ids, Row, require_finite, top_ids
 
@@ -195,7 +195,7 @@ class Sampler:
     def allows_any(self, state: State | None, row: Row) -> bool:
         """Whether anything of ``row`` may come behind ``state``."""
         constraint = (state or self.start()).constraint
-        return constraint is None or constraint.best(row, 1).size > 0
+        return constraint is None or constraint.best(Candidates(None, row).raised(self._changes).logits, 1).size > 0
 
     def n_allowed(self, state: State | None, ids: Sequence[int]) -> int:
         """How many of the first ``ids`` may come behind ``state`` at all."""
@@ -249,7 +249,7 @@ class Sampler:
         n = self.top_k if steps and steps[0][0] == "top_k" else n_wanted if not steps else None
         ids = constraint.best(candidates.logits, n)
         if ids.size == 0:
-            raise EngineError(
+            raise DeadEnd(
                 f"the grammar allows no token behind {context.position} tokens; it has a dead end, or what it needs is "
                 "banned"
             )

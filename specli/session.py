@@ -78,7 +78,8 @@ class Session:
         for lora in settings.target.loras:
             gguf_file.check_adapter(gguf_file.read_header(lora.path), shards)
         builtin = _builtin(settings.template)
-        check_constraint(settings.sampling)
+        if note := check_constraint(settings.sampling):
+            self._hooks.notice(note)
         self._prepare_process()
         kind, reason = _drafter_kind(settings)
         k_max = speculation.k_max if kind != "none" else 0

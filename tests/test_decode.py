@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from fakes import FALSE_ALARM, FakeDrafter, chi_square_p, memo
+from numpy.typing import NDArray
 
 from specli.decode import Decoder
 from specli.drafters.base import Draft, Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.engine.base import Evaluation, Row, Slice
 from specli.engine.table import LogitsFunction, TableEngine, random_logits, scripted_logits
-from specli.errors import Cancelled, ConfigError, ContextOverflow, EngineError, RollbackUnsupported
+from specli.errors import Cancelled, ConfigError, ContextOverflow, DeadEnd, EngineError, RollbackUnsupported
 from specli.events import Event, Finished, PrefillDone, Provenance, RoundDone, Text
 from specli.request import Request
 from specli.sampling import Sampler
@@ -885,3 +887,40 @@ def test_emitted_tokens_have_the_targets_law(name: str, p_min: float, n_min: int
         )
     assert chi_square_p(counts, expected) > FALSE_ALARM
     assert 0.3 < n_accepted / n_proposed < 0.95  # both outcomes were exercised
+
+
+class Wall(NamedTuple):
+    """A constraint that has no way on behind ``n`` tokens."""
+
+    n: int
+
+    def allows(self, token: int) -> bool:
+        return self.n > 0
+
+    def best(self, row: Row, n: int | None) -> NDArray[np.int64]:
+        return np.argsort(-row, kind="stable")[:n] if self.n > 0 else np.zeros(0, np.int64)
+
+    def forced(self) -> int | None:
+        return None
+
+    def after(self, token: int) -> Wall:
+        assert self.n > 0
+        return Wall(self.n - 1)
+
+
+@pytest.mark.parametrize("verify", ["greedy", "coupled", "block"])
+@pytest.mark.parametrize("k", [0, 1, 3, 8])
+def test_a_dead_end_loses_nothing_that_came_before(verify: str, k: int) -> None:
+    """Its row is asked for while a draft is verified: what stands before it is emitted, then it is an error."""
+    n_vocab, n_allowed = 9, 6
+    logits = scripted_logits(n_vocab, lambda at: at % n_vocab)
+    sampler = Sampler(0.0 if verify == "greedy" else 0.01, constraint=Wall(n_allowed))
+    engine, plain = TableEngine(logits, n_vocab), [at % n_vocab for at in range(2, 2 + n_allowed)]
+    drafter = FakeDrafter(lambda history: len(history) % n_vocab) if k else None
+    state = SequenceState(0, [0, 1], SEED)
+    decoder = Decoder(engine, make_verifier(verify, sampler), lambda _token: b"x", drafter, k)
+    seen: list[Event] = []
+    with pytest.raises(DeadEnd, match=f"no token behind {2 + n_allowed} tokens"):
+        seen.extend(decoder.run([Request(state, 0.0)]))
+    assert "".join(event.text for event in seen if isinstance(event, Text)) == "x" * n_allowed
+    assert state.tokens[2:] == plain

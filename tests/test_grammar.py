@@ -139,6 +139,9 @@ def test_a_dead_end_is_named(model: LlamaModel, pieces: Pieces) -> None:
         ('root ::= "\\q"', "in line 1, column 11: unknown escape"),
         ('root ::= "ä"\n\n  x ::= %', "in line 3, column 9"),
         ('root ::= "a\0b"', "NUL"),
+        ('root ::= "a"{5,2}', "{5,2}, whose maximum is below its minimum"),
+        ('root ::= "a"{1,99999999999999999999}', "numbers of at most 5 digits"),
+        ("root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(20_000)), "rules, at most 10000"),
         ("root ::= " + "(" * 20_000 + "[a-z]" + ")" * 20_000, "nests 20000 parentheses, at most 1000"),
     ],
 )
@@ -194,12 +197,39 @@ def test_strings_of_a_schema_hold_nothing_that_json_forbids(model: LlamaModel, p
             assert not [text for text in texts if b'"' in text.rstrip(b" ").removesuffix(b'"')]
 
 
+@pytest.mark.parametrize("value", ["a\nb", "a\\b", 'a"b', "😀 ok", "\t\u0001", "plain", 3, None, "\u0000"])
+def test_a_constant_comes_out_as_it_is(model: LlamaModel, pieces: Pieces, value: object) -> None:
+    """Followed greedily, a row that prefers nothing gives JSON of that value; as a property name too."""
+    for schema, wanted in (
+        ({"const": value}, value),
+        ({"type": "object", "properties": {str(value): {"const": 1}}, "required": [str(value)]}, {str(value): 1}),
+    ):
+        grammar, text = compile_grammar(model, schema_grammar(json.dumps(schema)), pieces), b""
+        row = np.zeros(model.n_vocab, np.float32)
+        row[sorted(model.end_ids)] = 1.0  # ends as soon as it may
+        for _ in range(100):
+            token = int(grammar.best(row, 1)[0])
+            if token in model.end_ids:
+                break
+            text, grammar = text + model.special_piece(token), grammar.after(token)
+        assert json.loads(text) == wanted
+
+
+def test_what_a_schema_says_in_vain_is_told() -> None:
+    schema = '{"type": "array", "items": {"type": "integer", "minimum": 3}, "uniqueItems": true}'
+    note = check_constraint(SamplingOptions(json_schema=schema))
+    assert note == "not enforced by the grammar of the JSON schema: minimum, uniqueItems"
+    assert check_constraint(SamplingOptions(json_schema='{"type": "integer"}')) is None
+
+
 @pytest.mark.parametrize(
     "schema",
     [
         "{",
         '{"type": "colour"}',
         '{"type": "string", "pattern": "a"}',
+        r'{"type": "string", "pattern": "^\\d{3}$"}',
+        r'{"type": "string", "pattern": "^\"$"}',
         '{"$ref": "#/$defs/missing"}',
         '{"$ref": "https://example.com/a.json"}',
         "3",

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "drafters.model",
         "drafters.ngram",
     },
-    "request": {"events", "text", "drafters.base"},
+    "request": {"events", "text", "drafters.base", "engine.base"},
     "decode": {"errors", "events", "request", "text", "sampling", "verify", "drafters.base", "engine.base"},
     "engine.base": {"errors"},
     "engine.table": {"errors", "engine.base"},

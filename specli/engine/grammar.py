@@ -9,6 +9,7 @@ The answer is the same as for all of them; the tests compare the two.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import tempfile
@@ -16,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -32,7 +34,24 @@ _ROOT = b"root"
 _CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GBNF, and its character classes
 _COMMENT = re.compile(_CLASS.pattern + r"|#[^\n]*")
 _MAX_NESTING = 1000  # of parentheses: llama.cpp's parser calls itself for each, and 20,000 end the process
+_MAX_RULES, _MAX_DIGITS = 10_000, 5  # the same: a chain of 100,000 rules ends it
+_REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _STDERR = threading.Lock()
+_NO_PATTERN = re.compile(r'"|\\[\\a-zA-Z]')
+_UNENFORCED = {
+    *(
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "uniqueItems",
+        "contains",
+        "not",
+        "if",
+    ),
+    *("minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired"),
+}
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 _AT = re.compile(r" at (.*)$", re.DOTALL)
 
@@ -152,16 +171,53 @@ def check_grammar(text: str) -> None:
 
 def schema_grammar(schema: str) -> str:
     """GBNF for a JSON schema (llama.cpp's converter). Raises ``ConfigError`` for what it cannot express."""
-    from llama_cpp.llama_grammar import json_schema_to_gbnf
+    from llama_cpp.llama_grammar import SchemaConverter
+
+    class Converter(SchemaConverter):
+        """With backslashes escaped in literals, or GBNF would read the escapes that are meant for JSON."""
+
+        def _format_literal(self, literal: str) -> str:
+            return str(super()._format_literal(literal.replace("\\", "\\\\")))  # type: ignore[no-untyped-call]
 
     try:
-        grammar = str(json_schema_to_gbnf(schema))
+        asked = json.loads(schema)
+        _check_patterns(asked)
+        make: Any = Converter
+        converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
+        converter.visit(converter.resolve_refs(asked, "schema"), "")
+        grammar = str(converter.format_grammar())
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError("the JSON schema is nested too deeply for a grammar; flatten it") from None
     except Exception as error:  # the converter asserts, and raises ValueError, KeyError, TypeError and plain Exception
         words = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"the JSON schema cannot be made a grammar: {words[:200]}") from error
     return _CLASS.sub(_without_control, grammar)
+
+
+def unenforced(schema: str) -> list[str]:
+    """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
+    found = {key for part in _parts(json.loads(schema)) for key in part if key in _UNENFORCED}
+    return sorted(found)
+
+
+def _parts(schema: object) -> Iterator[dict[str, object]]:
+    """Every object in a schema, whatever it stands for."""
+    if isinstance(schema, dict):
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _parts(part)
+
+
+def _check_patterns(schema: object) -> None:
+    for part in _parts(schema):
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and (found := _NO_PATTERN.search(pattern)):
+            raise ConfigError(
+                f"the JSON schema has the pattern {pattern!r}, whose {found[0]!r} cannot be made a grammar; write it "
+                "with character classes such as [0-9], and without quotes and backslashes"
+            )
 
 
 def _without_control(found: re.Match[str]) -> str:
@@ -186,8 +242,23 @@ def _nesting(text: str) -> int:
     return deepest
 
 
+def _check_size(text: str) -> None:
+    """Refuse what would end or hang llama.cpp's parser. Raises ``ConfigError``."""
+    bare = _CLASS.sub("", _COMMENT.sub(_without_comment, text))
+    if (n_rules := bare.count("::=")) > _MAX_RULES:
+        raise ConfigError(f"the grammar has {n_rules} rules, at most {_MAX_RULES} were expected; write it smaller")
+    for low, high in _REPETITION.findall(bare):
+        if max(len(low), len(high)) > _MAX_DIGITS:
+            raise ConfigError(
+                f"the grammar repeats something {low or high} times; numbers of at most 5 digits were expected"
+            )
+        if high and int(high) < int(low or 0):
+            raise ConfigError(f"the grammar has {{{low},{high}}}, whose maximum is below its minimum; turn them round")
+
+
 def _parse(vocab: object, text: str) -> object:
     LOG.clear()
+    _check_size(text)
     if "\0" in text:
         raise ConfigError("the grammar holds a NUL character; take it out")
     if (depth := _nesting(text)) > _MAX_NESTING:
@@ -196,7 +267,7 @@ def _parse(vocab: object, text: str) -> object:
             "schema a smaller maxLength or maxItems)"
         )
     with _stderr_of_library() as written:
-        sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode("utf-8"), _ROOT)
+        sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode("utf-8", "replace"), _ROOT)
     if sampler:
         return sampler
     raise ConfigError(f"the grammar is wrong{_reason(text, written())}")
