@@ -243,6 +243,14 @@ def test_a_file_of_somebody_else_is_not_overwritten(piped, tmp_path):
     assert "cannot be written: No such file or directory" in done.err
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "x" * 300])
+def test_a_name_that_no_file_can_have_does_not_end_the_chat(piped, name):
+    done, _ = piped(f"one\n/save {name}\n/save {'y' * 300}\ntwo\n/stats\n", "-cnv")
+    assert done.code == 0
+    assert done.err.count("is no file name") + done.err.count("cannot be written") == 2
+    assert "2 answers" in done.err
+
+
 def test_figures_may_replace_the_text(specli, tiny_model):
     done = specli("run", "-m", tiny_model(), *TINY, "-cnv", "--stats-json", "-", stdin=b"one\ntwo\n")
     assert done.code == 0

@@ -244,8 +244,12 @@ class _Chat:
     def _save(self, argument: str) -> None:
         if not argument:
             raise ConfigError("/save needs a file name")
-        path = Path(argument).expanduser()
-        if path.exists() and path not in self._saved:
+        try:
+            path = Path(argument).expanduser()
+            is_taken = path.exists() and path not in self._saved
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a user who is not there
+            raise ConfigError(f"{argument[:80]!r} is no file name: {error}") from error
+        if is_taken:
             raise ConfigError(f"{path} exists and was not written by this chat; choose another name")
         messages = self._conversation.messages
         if path.suffix.lower() == ".json":
