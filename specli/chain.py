@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -82,10 +81,6 @@ def _gbnf(options: SamplingOptions) -> str:
         return options.grammar
     from specli.engine.grammar import schema_grammar
 
-    try:
-        json.loads(options.json_schema)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the JSON schema is not JSON: {error}") from None
     return schema_grammar(options.json_schema)
 
 

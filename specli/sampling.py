@@ -156,13 +156,11 @@ class Sampler:
         steps = self._steps()
         is_bare = not changes and self.constraint is None and not steps
         object.__setattr__(self, "_changes", changes)
-        object.__setattr__(self, "_chain", tuple(steps.values()))
-        object.__setattr__(self, "_names", tuple(steps))
+        object.__setattr__(self, "_chain", tuple(steps.items()))
         object.__setattr__(self, "_is_bare", is_bare)
 
     _changes: Mapping[int, float] = field(init=False, repr=False, compare=False, hash=False)
-    _chain: tuple[_Step, ...] = field(init=False, repr=False, compare=False, hash=False)
-    _names: tuple[str, ...] = field(init=False, repr=False, compare=False, hash=False)
+    _chain: tuple[tuple[str, _Step], ...] = field(init=False, repr=False, compare=False, hash=False)
     _is_bare: bool = field(init=False, repr=False, compare=False, hash=False)
 
     @property
@@ -189,17 +187,17 @@ class Sampler:
 
     def forced(self, state: State | None) -> int | None:
         """The only token that may come behind ``state``, whatever a model says, or None."""
-        constraint = (state or self.start()).constraint
+        constraint = self._constraint(state)
         return None if constraint is None else constraint.forced()
 
     def allows_any(self, state: State | None, row: Row) -> bool:
         """Whether anything of ``row`` may come behind ``state``."""
-        constraint = (state or self.start()).constraint
+        constraint = self._constraint(state)
         return constraint is None or constraint.best(Candidates(None, row).raised(self._changes).logits, 1).size > 0
 
     def n_allowed(self, state: State | None, ids: Sequence[int]) -> int:
         """How many of the first ``ids`` may come behind ``state`` at all."""
-        constraint = (state or self.start()).constraint
+        constraint = self._constraint(state)
         if constraint is None:
             return len(ids)
         for i, token in enumerate(ids):
@@ -207,6 +205,9 @@ class Sampler:
                 return i
             constraint = constraint.after(token)
         return len(ids)
+
+    def _constraint(self, state: State | None) -> Constraint | None:
+        return self.constraint if state is None else state.constraint
 
     def argmax(self, row: Row, context: Context = _NOWHERE) -> int:
         """The lowest id with the highest logit of what the chain leaves of ``row``, float32 ``(n_vocab,)``."""
@@ -240,10 +241,10 @@ class Sampler:
         candidates = Candidates(None, row).raised(self._changes)
         constraint = context.state.constraint
         if constraint is None:
-            for step in self._chain:
+            for _name, step in self._chain:
                 candidates = step(candidates, context)
             return candidates
-        steps = list(zip(self._names, self._chain, strict=True))
+        steps = list(self._chain)
         while steps and steps[0][0] in ("penalties", "dry"):  # they look at one token at a time: the mask can wait
             candidates = steps.pop(0)[1](candidates, context)
         n = self.top_k if steps and steps[0][0] == "top_k" else n_wanted if not steps else None

@@ -86,7 +86,7 @@ class ModelDrafter:
         for chain in chains:
             self._force(chain)
         growing = [chain for chain in chains if chain.is_open]
-        rows = self._catch_up(growing)
+        rows = self._step(growing, interruptible=True)  # a long history may have to be fed
         while growing:
             for chain, row in zip(growing, rows, strict=True):
                 self._extend(chain, row)
@@ -159,10 +159,6 @@ class ModelDrafter:
     def _has_confidence(self) -> bool:
         """Whether anybody asks for it."""
         return self._p_min > 0 or self.pacer is not None
-
-    def _catch_up(self, chains: Sequence[_Chain]) -> list[Row]:
-        """Feed what the caches lack; the rows that start the drafts."""
-        return self._step(chains, interruptible=True)
 
     def _step(self, chains: Sequence[_Chain], interruptible: bool = False) -> list[Row]:
         """Evaluate what the cache lacks of each chain, all of it but the last batch without rows; the rows behind."""

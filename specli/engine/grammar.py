@@ -181,6 +181,9 @@ def schema_grammar(schema: str) -> str:
 
     try:
         asked = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the JSON schema is not JSON: {error}") from None
+    try:
         _check_patterns(asked)
         make: Any = Converter
         converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
