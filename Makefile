@@ -7,7 +7,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # llama.cpp's multimodal part is not used: leaving it out saves a quarter of the compile.
-export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+# Its AMX kernels end the process on many machines (github.com/ggml-org/llama.cpp/issues/20824): a CPU that has AMX gets
+# the same build without them.
+AMX := $(shell grep -qsw amx_int8 /proc/cpuinfo && echo yes)
+WITHOUT_AMX := -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF $(if $(AMX),$(WITHOUT_AMX))
 
 .PHONY: demo test check bench clean
 

@@ -11,6 +11,7 @@ from specli.samplers import Breakers
 from specli.sampling import Constraint, Sampler
 
 if TYPE_CHECKING:
+    from specli.engine.grammar import Pieces
     from specli.engine.llama import LlamaModel
 
 _MOST_CHARACTERS, _MOST_TOKENS = 40, 20  # of a breaker, as llama.cpp
@@ -30,8 +31,11 @@ def check_constraint(options: SamplingOptions) -> str | None:
     return f"not enforced by the grammar of the JSON schema: {', '.join(names)}" if names else None
 
 
-def make_sampler(options: SamplingOptions, model: LlamaModel) -> Sampler:
-    """The chain over ``model``'s vocabulary. Raises ``ConfigError`` for tokens that it does not have."""
+def make_sampler(options: SamplingOptions, model: LlamaModel, pieces: Callable[[], Pieces] | None = None) -> Sampler:
+    """The chain over ``model``'s vocabulary. Raises ``ConfigError`` for tokens that it does not have.
+
+    ``pieces`` gives the vocabulary as grammars want it, where it may have been made before.
+    """
     for token, _bias in options.logit_bias:
         if token >= model.n_vocab:
             raise ConfigError(f"-l/--logit-bias names token {token}, the model has 0 to {model.n_vocab - 1}")
@@ -64,16 +68,16 @@ def make_sampler(options: SamplingOptions, model: LlamaModel) -> Sampler:
         mirostat_tau=options.mirostat_tau,
         mirostat_eta=options.mirostat_eta,
         order=options.samplers,
-        constraint=_constraint(options, model),
+        constraint=_constraint(options, model, pieces),
     )
 
 
-def _constraint(options: SamplingOptions, model: LlamaModel) -> Constraint | None:
+def _constraint(options: SamplingOptions, model: LlamaModel, pieces: Callable[[], Pieces] | None) -> Constraint | None:
     if not options.is_constrained:
         return None
     from specli.engine.grammar import Pieces, compile_grammar
 
-    return compile_grammar(model, _gbnf(options), Pieces(model))
+    return compile_grammar(model, _gbnf(options), Pieces(model) if pieces is None else pieces())
 
 
 def _gbnf(options: SamplingOptions) -> str:

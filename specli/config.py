@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specli.errors import ConfigError
 
+MAX_ROWS = 64
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 FLASH_ATTN = ("on", "off", "auto")
 FIT = ("on", "off")
@@ -150,11 +151,13 @@ class ModelOptions:
     swa_full: bool = False  # --swa-full: a sliding window's cache as long as the context
     load_mode: str = "auto"  # -lm
     warmup: bool = True  # --warmup, --no-warmup
+    n_sequences: int = 1  # -np: texts at a time, each with a context of n_ctx tokens
     name: str = ""  # what messages call the model; the file's name when empty
 
     def __post_init__(self) -> None:
         if self.n_ctx is not None:
             _require("-c/--ctx-size", self.n_ctx, 0 <= self.n_ctx < 2**31, "0 (as trained) or more tokens")
+        _require("-np/--parallel", self.n_sequences, 1 <= self.n_sequences <= 256, "1 to 256 texts at a time")
         _require("-b/--batch-size", self.n_batch, 0 < self.n_batch < 2**31, "at least 1 token")
         _require("-ub/--ubatch-size", self.n_ubatch, 0 < self.n_ubatch < 2**31, "at least 1 token")
         for flag, threads in (("-t/--threads", self.n_threads), ("-tb/--threads-batch", self.n_threads_batch)):
@@ -178,6 +181,13 @@ class ModelOptions:
     def label(self) -> str:
         """What messages call the model."""
         return self.name or self.path.name
+
+    def n_rows(self, k_max: int) -> int:
+        """Logits rows that one pass may have to give: a draft of ``k_max`` tokens and one more for each sequence.
+
+        With many sequences less: a pass over more rows than ``MAX_ROWS`` is bound by arithmetic, where no draft pays.
+        """
+        return max(self.n_sequences, min(self.n_sequences * (k_max + 1), max(k_max + 1, MAX_ROWS)))
 
 
 @dataclass(frozen=True)

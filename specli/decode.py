@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from specli.drafters.base import EMPTY, Draft, Drafter, SequenceState
 from specli.engine.base import Engine, Rows, Slice
-from specli.errors import Cancelled, ConfigError, ContextOverflow, DeadEnd, RollbackUnsupported
+from specli.errors import Cancelled, DeadEnd, RollbackUnsupported, SpecError
 from specli.events import (
     Event,
+    Failed,
     Finished,
     FinishReason,
     Logprobs,
@@ -31,7 +32,6 @@ from specli.events import (
     Text,
 )
 from specli.request import Request, Running
-from specli.sampling import log_probabilities
 from specli.text import TextStream
 from specli.verify import Verifier
 
@@ -40,8 +40,11 @@ from specli.verify import Verifier
 class Decoder:
     """Everything a round needs.
 
-    ``piece`` gives a token's bytes, ``k_max`` bounds the draft, ``cancelled`` is asked before each batch, ``clock``
-    returns seconds.
+    ``verifier`` judges every sequence that brings none of its own. ``piece`` gives a token's bytes, ``k_max`` bounds
+    the draft, ``cancelled`` is asked before each batch, ``clock`` returns seconds.
+
+    ``run`` is the whole way of a few requests. A server takes the steps by itself: ``begin``, ``feed`` until the prompt
+    is in the cache, ``round`` with all that are so far, ``finish`` to end one early, ``release`` in the end.
     """
 
     engine: Engine
@@ -57,58 +60,59 @@ class Decoder:
         active = [Running(request, TextStream(self.piece, request.stops)) for request in requests]
         try:
             for running in active:
-                yield from self._prefill(running)
+                yield from self.begin(running)
+                while running.is_feeding:
+                    yield from self.feed(running, self.engine.n_batch)
             while active := [running for running in active if running.finish is None]:
                 if self.cancelled():
                     for running in active:
-                        yield from self._finish(running, "cancelled")
+                        yield from self.finish(running, "cancelled")
                     return
-                yield from self._round(active)
+                for event in self.round(active):
+                    if isinstance(event, Failed):
+                        raise event.error
+                    yield event
         finally:
             for request in requests:
-                with suppress(RollbackUnsupported):  # it would hide the failure that is under way
-                    self._rewind(request.state)
-                if self.drafter is not None and not request.is_kept:
-                    self.drafter.forget(request.state)
+                self.release(request)
 
-    def _prefill(self, running: Running) -> Iterator[Event]:
-        """Evaluate what the cache lacks of the prompt, in the same chunks with and without a draft; emit a token."""
+    def begin(self, running: Running) -> Iterator[Event]:
+        """Take a prompt in. Raises ``ConfigError`` (empty) or ``ContextOverflow``."""
         request, state = running.request, running.state
-        prompt, n_ctx = state.tokens[:], self.engine.n_ctx
-        _check_prompt(prompt, n_ctx)
+        request.check_fits(self.engine.n_ctx)
         if self.drafter is not None:
-            self.drafter.commit(state, prompt[request.n_known :])
+            self.drafter.commit(state, state.tokens[request.n_known :])
+        running.n_reused = self.engine.n_past(state.id)
         if request.max_tokens == 0:
-            yield from self._finish(running, "length")
-            return
-        busy_s, n_reused = self.engine.busy_s, self.engine.n_past(state.id)
-        try:
-            rows = self._feed(state)
-        except Cancelled:
-            yield from self._finish(running, "cancelled")
-            return
-        verdict = self.verifier.verify(EMPTY, rows, state)
-        spans = self._commit(running, [verdict.next_token], n_accepted=0)
-        prefill_s = self.engine.busy_s - busy_s
-        done = PrefillDone(state.id, len(prompt), request.accepted_at_s, self.clock(), prefill_s, n_reused)
-        logprobs = self._logprobs(running, rows)
-        yield done
-        yield from logprobs
-        yield from self._emit(running, spans)
+            yield from self.finish(running, "length")
 
-    def _feed(self, state: SequenceState) -> Rows:
-        """Evaluate what the target's cache lacks of ``state``; the last token's row, float32 ``(1, n_vocab)``."""
-        while True:
+    def feed(self, running: Running, n_most: int) -> Iterator[Event]:
+        """Evaluate the next ``n_most`` tokens of the prompt in one pass; behind its last one, emit a token.
+
+        The same chunks with and without a draft.
+        """
+        request, state, engine = running.request, running.state, self.engine
+        start, busy_s = engine.n_past(state.id), engine.busy_s
+        chunk = state.tokens[start : start + min(n_most, engine.n_batch)]
+        is_last = start + len(chunk) == len(state.tokens)
+        try:
             if self.cancelled():
                 raise Cancelled("stopped before the first token")
-            start = self.engine.n_past(state.id)
-            chunk = state.tokens[start : start + self.engine.n_batch]
-            is_last = start + len(chunk) == len(state.tokens)
-            evaluation = self.engine.evaluate([Slice(state.id, chunk, start, int(is_last))], interruptible=True)
-            if is_last:
-                return evaluation.rows[0]
+            rows = engine.evaluate([Slice(state.id, chunk, start, int(is_last))], interruptible=True).rows[0]
+        except Cancelled:
+            yield from self.finish(running, "cancelled")
+            return
+        running.prefill_s += engine.busy_s - busy_s
+        if not is_last:
+            return
+        verdict = self._judge(running).verify(EMPTY, rows, state)
+        n_prompt, spans = len(state.tokens), self._commit(running, [verdict.next_token], n_accepted=0)
+        yield PrefillDone(state.id, n_prompt, request.accepted_at_s, self.clock(), running.prefill_s, running.n_reused)
+        yield from running.logprobs(rows)
+        yield from self._emit(running, spans)
 
-    def _round(self, active: Sequence[Running]) -> Iterator[Event]:
+    def round(self, active: Sequence[Running]) -> Iterator[Event]:
+        """Propose, verify, roll back, once for all of ``active``. A sequence that fails alone is told by ``Failed``."""
         started_s, draft_busy_s, target_busy_s = self.clock(), self._draft_busy_s(), self.engine.busy_s
         try:
             drafts = self._propose(active)
@@ -116,45 +120,68 @@ class Decoder:
             return  # the loop ends every sequence at its next turn
         slices = [running.to_verify(draft) for running, draft in zip(active, drafts, strict=True)]
         evaluation = self.engine.evaluate(slices)
-        counts, texts, logprobs = [], [], list[Logprobs]()
+        counts, told = list[SequenceRound](), list[tuple[Running, list[Span], list[Logprobs]]]()
+        failed = list[Failed]()
         for running, draft, rows in zip(active, drafts, evaluation.rows, strict=True):
             try:
-                verdict = self.verifier.verify(draft, rows, running.state)
-            except DeadEnd:  # somewhere on the draft's way: the next token by itself may still have one
-                verdict = self.verifier.verify(EMPTY, rows[:1], running.state)
-            tokens = [*draft.ids[: verdict.n_accepted], verdict.next_token]
-            texts.append(self._commit(running, tokens, verdict.n_accepted))
-            logprobs += self._logprobs(running, rows)
-            n_kept = running.n_last
-            n_judged = len(draft) if running.finish is None else min(len(draft), n_kept)  # none behind a cut
-            counts.append(SequenceRound(running.state.id, n_judged, min(verdict.n_accepted, n_kept), n_kept))
-        at_s, draft_s, verify_s = (
-            self.clock(),
-            self._draft_busy_s() - draft_busy_s,
-            self.engine.busy_s - target_busy_s,
-        )
-        host_s = at_s - started_s - draft_s - verify_s
-        outcome = RoundDone(tuple(counts), at_s, draft_s, verify_s, host_s)
+                count, spans = self._settle(running, draft, rows)
+            except SpecError as error:
+                failed.append(Failed(running.state.id, error))
+                continue
+            counts.append(count)
+            told.append((running, spans, running.logprobs(rows)))
+        at_s = self.clock()
+        draft_s, verify_s = self._draft_busy_s() - draft_busy_s, self.engine.busy_s - target_busy_s
+        outcome = RoundDone(tuple(counts), at_s, draft_s, verify_s, at_s - started_s - draft_s - verify_s)
         if self.drafter is not None:
             self.drafter.observe(outcome)
         yield outcome
-        yield from logprobs
-        for running, spans in zip(active, texts, strict=True):
+        for running, spans, logprobs in told:
+            yield from logprobs
             yield from self._emit(running, spans)
+        yield from failed
+
+    def finish(self, running: Running, reason: FinishReason) -> Iterator[Event]:
+        """The end of a sequence; also before its time."""
+        if spans := running.text.finish():
+            yield Text(running.state.id, tuple(spans))
+        is_cut = running.text.stop is not None
+        running.finish = reason = "stop" if is_cut else reason  # the text's end may have completed a stop string
+        generated = running.state.tokens[running.n_prompt :]
+        n_kept = running.text.n_kept if is_cut else len(generated)
+        n_cut = len(generated) - n_kept
+        yield Finished(
+            running.state.id, reason, tuple(generated[:n_kept]), self.clock(), n_cut=n_cut, stop=running.text.stop
+        )
+
+    def release(self, request: Request) -> None:
+        """Leave the caches right behind a sequence, however it ended."""
+        with suppress(RollbackUnsupported):  # it would hide the failure that is under way
+            self._rewind(request.state)
+        if self.drafter is not None and not request.is_kept:
+            self.drafter.forget(request.state)
+
+    def _judge(self, running: Running) -> Verifier:
+        return running.state.verifier or self.verifier
+
+    def _settle(self, running: Running, draft: Draft, rows: Rows) -> tuple[SequenceRound, list[Span]]:
+        """Judge one sequence's draft and commit what stands."""
+        verifier = self._judge(running)
+        try:
+            verdict = verifier.verify(draft, rows, running.state)
+        except DeadEnd:  # somewhere on the draft's way: the next token by itself may still have one
+            verdict = verifier.verify(EMPTY, rows[:1], running.state)
+        tokens = [*draft.ids[: verdict.n_accepted], verdict.next_token]
+        spans = self._commit(running, tokens, verdict.n_accepted)
+        n_kept = running.n_last
+        n_judged = len(draft) if running.finish is None else min(len(draft), n_kept)  # none behind a cut
+        return SequenceRound(running.state.id, n_judged, min(verdict.n_accepted, n_kept), n_kept), spans
 
     def _propose(self, active: Sequence[Running]) -> list[Draft]:
-        budgets = [self._budget(running, len(active)) for running in active]
+        budgets = [running.room(self.engine, self.k_max, len(active)) for running in active]
         if self.drafter is None or not any(budgets):
             return [EMPTY] * len(active)
         return self.drafter.propose([running.state for running in active], budgets)
-
-    def _budget(self, running: Running, n_active: int) -> int:
-        """The longest draft that fits the context, the tokens left to emit, the batch, and ``k_max``."""
-        n_cached = len(running.state.tokens) - 1
-        left = running.n_left
-        k = min(self.k_max, self.engine.n_ctx - n_cached - 1, self.engine.n_batch // n_active - 1)
-        k = min(k, self.engine.n_rows_max // n_active - 1)
-        return max(0, k if left is None else min(k, left - 1))
 
     def _commit(self, running: Running, tokens: Sequence[int], n_accepted: int) -> list[Span]:
         """Append ``tokens`` one at a time until something ends the sequence; then roll the caches back to match."""
@@ -187,32 +214,7 @@ class Decoder:
         if spans:
             yield Text(running.state.id, tuple(spans))
         if running.finish is not None:
-            yield from self._finish(running, running.finish)
-
-    def _finish(self, running: Running, reason: FinishReason) -> Iterator[Event]:
-        if spans := running.text.finish():
-            yield Text(running.state.id, tuple(spans))
-        is_cut = running.text.stop is not None
-        running.finish = reason = "stop" if is_cut else reason  # the text's end may have completed a stop string
-        generated = running.state.tokens[running.n_prompt :]
-        n_kept = running.text.n_kept if is_cut else len(generated)
-        n_cut = len(generated) - n_kept
-        yield Finished(
-            running.state.id, reason, tuple(generated[:n_kept]), self.clock(), n_cut=n_cut, stop=running.text.stop
-        )
-
-    def _logprobs(self, running: Running, rows: Rows) -> list[Logprobs]:
-        """Of the tokens that were just committed, one per row; none where nobody asked."""
-        n, state = running.request.n_logprobs, running.state
-        committed = state.tokens[len(state.tokens) - running.n_last :]
-        return [] if n is None else [Logprobs(state.id, log_probabilities(rows, committed, n))]
+            yield from self.finish(running, running.finish)
 
     def _draft_busy_s(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.busy_s
-
-
-def _check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
-    if not prompt:
-        raise ConfigError("the prompt is empty (0 tokens), at least one token was expected; give one with -p or -f")
-    if len(prompt) > n_ctx:
-        raise ContextOverflow(f"the prompt has {len(prompt)} tokens, the context holds {n_ctx}; shorten it or raise -c")

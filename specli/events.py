@@ -134,4 +134,12 @@ class Finished:
     explanation: str = ""
 
 
-Event = PrefillDone | RoundDone | Text | Logprobs | Finished
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence that cannot go on, while the others of its batch do. ``error`` says why (a ``SpecError``)."""
+
+    sequence: int
+    error: Exception
+
+
+Event = PrefillDone | RoundDone | Text | Logprobs | Finished | Failed

@@ -308,7 +308,7 @@ def rough_bound(headers: Sequence[GgufHeader], options: ModelOptions, n_rows: in
     n_kv = number("attention.head_count_kv", n_head)
     n_kv *= number("attention.key_length", head) + number("attention.value_length", head)
     n_ctx = min(first.context_length or CONTEXT_CAP, CONTEXT_CAP) if options.n_ctx is None else options.n_ctx
-    n_ctx = n_ctx or first.context_length or CONTEXT_CAP
+    n_ctx = (n_ctx or first.context_length or CONTEXT_CAP) * options.n_sequences
     n_ubatch = min(options.n_ubatch, options.n_batch)
     inner = number("ssm.inner_size", 0)
     width = (

@@ -14,18 +14,26 @@ STARTS_OVER = (
 
 
 class KeptPrefix:
-    """One sequence that is continued by prompt after prompt, each evaluated from where it differs from the last.
+    """Sequence ``sequence``, continued by prompt after prompt, each evaluated from where it differs from the last.
 
     ``engine`` and ``drafter`` hold prefixes of the same tokens: of the prompt and answer that were last generated. That
     holds whenever a generation has ended, was closed or cancelled; after an error ``drop`` makes it hold.
     """
 
     def __init__(
-        self, engine: Engine, drafter: Drafter | None, notice: Callable[[str], None] = lambda _line: None
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        notice: Callable[[str], None] = lambda _line: None,
+        sequence: int = 0,
     ) -> None:
         self._engine, self._drafter, self._notice = engine, drafter, notice
-        self._state = SequenceState(0, [])
+        self._state = SequenceState(sequence, [])
         self._has_told = False
+
+    def n_shared(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt are there already."""
+        return common_prefix(self._state.tokens, tokens)
 
     def open(self, state: SequenceState) -> int:
         """Cut caches and drafter back to what they share with ``state.tokens``, a prompt; the number of these tokens.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specli.drafters.base import Draft, SequenceState
-from specli.engine.base import Slice
-from specli.events import FinishReason
+from specli.engine.base import Engine, Rows, Slice
+from specli.errors import ConfigError, ContextOverflow
+from specli.events import FinishReason, Logprobs
+from specli.sampling import log_probabilities
 from specli.text import TextStream
 
 
@@ -29,15 +31,30 @@ class Request:
     n_known: int = 0
     n_logprobs: int | None = None
 
+    def check_fits(self, n_ctx: int) -> None:
+        """Raise ``ConfigError`` for an empty prompt, ``ContextOverflow`` for one of more than ``n_ctx`` tokens."""
+        n_prompt = len(self.state.tokens)
+        if n_prompt == 0:
+            raise ConfigError("the prompt is empty (0 tokens), at least one token was expected; give one with -p or -f")
+        if n_prompt > n_ctx:
+            raise ContextOverflow(
+                f"the prompt has {n_prompt} tokens, the context holds {n_ctx}; shorten it or raise -c"
+            )
+
 
 @dataclass(slots=True)
 class Running:
-    """A request under way. ``n_last``: tokens that its last commit kept."""
+    """A request under way. ``n_last``: tokens that its last commit kept.
+
+    ``n_reused`` prompt tokens were in the cache already; evaluating the others has taken ``prefill_s`` so far.
+    """
 
     request: Request
     text: TextStream
     finish: FinishReason | None = None
     n_last: int = 0
+    n_reused: int = 0
+    prefill_s: float = 0.0
     n_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +64,23 @@ class Running:
     def state(self) -> SequenceState:
         """The sequence's tokens, coins and sampler state."""
         return self.request.state
+
+    @property
+    def is_feeding(self) -> bool:
+        """Whether a part of the prompt is still to be evaluated."""
+        return self.finish is None and len(self.state.tokens) == self.n_prompt
+
+    def room(self, engine: Engine, k_max: int, n_active: int) -> int:
+        """The longest draft that fits the context, the tokens left to emit, an even share of the batch, ``k_max``."""
+        n_cached, left = len(self.state.tokens) - 1, self.n_left
+        k = min(k_max, engine.n_ctx - n_cached - 1, engine.n_batch // n_active - 1, engine.n_rows_max // n_active - 1)
+        return max(0, k if left is None else min(k, left - 1))
+
+    def logprobs(self, rows: Rows) -> list[Logprobs]:
+        """Of the tokens that were just committed, one per row; none where nobody asked."""
+        n = self.request.n_logprobs
+        committed = self.state.tokens[len(self.state.tokens) - self.n_last :]
+        return [] if n is None else [Logprobs(self.state.id, log_probabilities(rows, committed, n))]
 
     def to_verify(self, draft: Draft) -> Slice:
         """The last committed token and ``draft``, a row wanted for each."""

@@ -16,7 +16,7 @@ import numpy as np
 from specli import gguf_file, vocab
 from specli.chain import check_constraint, make_sampler
 from specli.chat import ChatTemplate, Message, RenderBuiltin, check_template, tokenize_parts
-from specli.config import GenerationOptions, ModelOptions, Settings, TemplateOptions
+from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, TemplateOptions
 from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.drafting import Drafting
@@ -29,6 +29,7 @@ from specli.verify import Verifier, make_verifier
 
 if TYPE_CHECKING:
     from specli.controller import Controller
+    from specli.engine.grammar import Pieces
     from specli.engine.llama import LlamaEngine, LlamaModel
 
 _PARSED_TYPES = (2, 3)  # llama_token_type unknown and control: texts that llama.cpp turns into tokens on request
@@ -61,6 +62,7 @@ class Session:
         self.controller: Controller | None = None
         self._events: Generator[Event, None, None] | None = None
         self._expectation = ""
+        self._pieces: Pieces | None = None
         self.seed = settings.sampling.seed
         if settings.verify == "coupled" and self.seed is None:
             self.seed = _any_seed()
@@ -91,10 +93,10 @@ class Session:
         if settings.exact:
             target, k_max = self._settle(target, k_max)
         self.target_options = target  # as loaded: memory and --exact settled
-        self.engine = self._make_engine(self.model, target, k_max + 1)
+        self.engine = self._make_engine(self.model, target, target.n_rows(k_max))
         self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
-        self.sampler = make_sampler(settings.sampling, self.model)
+        self.sampler = make_sampler(settings.sampling, self.model, self._pieces_once)
         self.verifier: Verifier = make_verifier(settings.verify, self.sampler)
         self.drafter: Drafter | None = None
         if kind != "none":
@@ -131,6 +133,19 @@ class Session:
         hooks.notice(proof.words())
         return proof.apply(target), min(k_max, proof.widest - 1)
 
+    def verifier_for(self, sampling: SamplingOptions) -> Verifier:
+        """Who draws and judges under other sampling settings than the session's. Raises ``ConfigError``."""
+        name = replace(self.settings, sampling=sampling).verify
+        return make_verifier(name, make_sampler(sampling, self.model, self._pieces_once))
+
+    def _pieces_once(self) -> Pieces:
+        """The vocabulary as grammars want it, made once."""
+        from specli.engine.grammar import Pieces
+
+        if self._pieces is None:
+            self._pieces = Pieces(self.model)
+        return self._pieces
+
     @property
     def drafting(self) -> Drafting | None:
         """What the drafter was made of, for those that make others like it; None where nothing drafts."""
@@ -155,10 +170,10 @@ class Session:
 
     def _prepare_process(self) -> None:
         """What must be done before llama.cpp starts a thread, and notices of flags that have no effect here."""
-        from specli.engine.process import prepare, without_effect
+        from specli.engine.process import prepare, unused_kernels, without_effect
 
         models = [self.settings.target, *([self.settings.draft] if self.settings.draft else [])]
-        for line in (*prepare(self.settings.process), *without_effect(models)):
+        for line in (*prepare(self.settings.process), *unused_kernels(), *without_effect(models)):
             self._hooks.notice(line)
 
     def _fit(
@@ -222,7 +237,8 @@ class Session:
         is_same_file = draft.path.resolve() == self.settings.target.path.resolve()
         model = self.model if is_same_file else self._load_model(draft)
         n_ctx = min(self.engine.n_ctx, model.n_ctx_train) if draft.n_ctx is None else draft.n_ctx
-        return self._make_engine(model, replace(draft, n_ctx=n_ctx), 1)
+        draft = replace(draft, n_ctx=n_ctx, n_sequences=self.engine.n_sequences)
+        return self._make_engine(model, draft, draft.n_sequences)
 
     def _profile_path(self, draft: ModelOptions | None) -> Path:
         """Where the controller's measurements of this pair under these settings are kept."""
@@ -230,7 +246,7 @@ class Session:
 
         chain = replace(self.settings.sampling, seed=None, temperature=0.0, grammar="", json_schema="")
         target, parts = self.settings.target, list[object]([library_build(), self.settings.verify, repr(chain)])
-        parts.append(self.settings.sampling.is_constrained)
+        parts += [self.settings.sampling.is_constrained, self.settings.target.n_sequences]
         for options in (target, draft) if draft is not None else (target,):
             parts += [options.path, options.n_gpu_layers, options.flash_attn, options.cache_type_k]
             parts += [options.cache_type_v, options.n_threads, options.n_threads_batch, options.placement]

@@ -115,7 +115,8 @@ def load_model(path: Path, cancelled=never, **options) -> LlamaModel:
 def make_engine(model: LlamaModel, n_rows_max: int = 64, n_sequences: int = 1, cancelled=never, **options):
     """A context over ``model``, on one thread unless ``options`` say otherwise."""
     options = {"n_threads": THREADS, **options}
-    return LlamaEngine(model, ModelOptions(model.options.path, **options), n_rows_max, cancelled, n_sequences)
+    options = ModelOptions(model.options.path, n_sequences=n_sequences, **options)
+    return LlamaEngine(model, options, n_rows_max, cancelled)
 
 
 def forced_rows(engine: LlamaEngine, tokens: Sequence[int], width: int, n_skipped: int = 0) -> np.ndarray:

@@ -17,8 +17,11 @@ from support import first_difference, forced_rows, load_model, make_engine, neve
 from tiny_gguf import byte_token, plain_tokens
 
 from specli import gguf_file
+from specli.config import ModelOptions
 from specli.engine.base import CacheLedger, Slice
 from specli.engine.log import LOG
+from specli.engine.parameters import ModelParameters, context_params
+from specli.engine.process import unused_kernels
 from specli.errors import Cancelled, ContextOverflow, EngineError, ModelLoadError, RollbackUnsupported
 
 CLOSE = 0.15  # between passes of different width
@@ -127,7 +130,24 @@ def test_rolling_one_sequence_back_leaves_the_others(load):
     assert_close(both[1], forced_rows(alone, TEXT[50:72], 1)[20:])
 
 
-def test_sequences_that_fill_the_shared_cache_raise_and_stay_whole(load):
+def test_every_sequence_has_a_context_of_its_own(load):
+    engine = load(n_sequences=3, n_ctx=300)
+    for sequence in range(3):
+        engine.evaluate([Slice(sequence, TEXT[:300], 0, 1)])
+    assert [engine.n_past(sequence) for sequence in range(3)] == [300, 300, 300]
+    with pytest.raises(ContextOverflow, match=r"300 \+ 1 tokens do not fit a context of 300"):
+        engine.evaluate([Slice(1, TEXT[:1], 300, 1)])
+
+
+def test_sequences_that_fill_the_shared_cache_raise_and_stay_whole(load, monkeypatch):
+    """It cannot happen with what the engine asks for; a cache that llama.cpp makes smaller must be no disaster."""
+
+    def smaller(options, n_ctx, n_rows_max):
+        params = context_params(options, n_ctx, n_rows_max)
+        params.n_ctx = n_ctx
+        return params
+
+    monkeypatch.setattr("specli.engine.llama.context_params", smaller)
     engine = load(n_sequences=3, n_ctx=100)  # llama.cpp makes 256 cells of it, for all three
     for sequence in (0, 1):
         engine.evaluate([Slice(sequence, TEXT[:100], 0, 1)])
@@ -136,7 +156,23 @@ def test_sequences_that_fill_the_shared_cache_raise_and_stay_whole(load):
     assert [engine.n_past(sequence) for sequence in range(3)] == [100, 100, 0]
     engine.rollback(0, 0)
     rows = engine.evaluate([Slice(2, TEXT[:100], 0, 1)]).rows[0]
+    monkeypatch.undo()
     assert_close(rows, forced_rows(load(n_ctx=100), TEXT[:100], 1)[-1:])
+
+
+# -- kernels
+
+
+@pytest.mark.parametrize(
+    ("info", "uses"), [(b"CPU : AVX2 = 1 | AMX_INT8 = 1 | REPACK = 1 | ", False), (b"CPU : ", True)]
+)
+def test_amx_kernels_are_never_used(tiny_model, monkeypatch, info, uses):
+    """They end the process in many builds (llama.cpp issue 20824)."""
+    monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: info)
+    assert ModelParameters(ModelOptions(tiny_model("llama"))).params.use_extra_bufts is uses
+    assert [line.partition(",")[0] for line in unused_kernels()] == (
+        [] if uses else ["this llama.cpp was built with AMX kernels"]
+    )
 
 
 # -- rollback

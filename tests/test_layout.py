@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": set(),
     "controller": {"estimates", "record"},
     "drafters": {
+        "verify",
         "errors",
         "events",
         "sampling",
@@ -49,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "drafters.model",
         "drafters.ngram",
     },
-    "request": {"events", "text", "drafters.base", "engine.base"},
-    "decode": {"errors", "events", "request", "text", "sampling", "verify", "drafters.base", "engine.base"},
+    "request": {"errors", "events", "sampling", "text", "drafters.base", "engine.base"},
+    "decode": {"errors", "events", "request", "text", "verify", "drafters.base", "engine.base"},
     "engine.base": {"errors"},
     "engine.table": {"errors", "engine.base"},
     "gguf_file": {"errors"},

@@ -79,9 +79,8 @@ class AdaptiveDrafter:
             n_lacking = model.n_lacking(state) if model is not None and can_draft else None
             kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget)
             if kind == "ngram":
-                drafts[i] = guess.first(
-                    k if self._sampler is None else self._sampler.n_allowed(state.state, guess.ids[:k])
-                )
+                sampler = self._sampler if state.verifier is None else state.verifier.sampler
+                drafts[i] = guess.first(k if sampler is None else sampler.n_allowed(state.state, guess.ids[:k]))
                 controller.take(len(drafts[i]))
             elif kind == "draft" and n_lacking is not None:
                 by_model.append(i)

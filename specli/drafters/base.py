@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specli.events import RoundDone
 from specli.sampling import Distribution, Sampler, State
+
+if TYPE_CHECKING:
+    from specli.verify import Verifier
 
 
 @dataclass(slots=True)
@@ -19,7 +22,8 @@ class SequenceState:
 
     ``tokens`` are the committed ids, prompt first; the next token has position ``len(tokens)``. ``rng`` is the
     sequence's own stream of coins; ``seed`` feeds the counter-based noise of coupled sampling. ``state`` is what the
-    sampler carries from token to token, None before the first.
+    sampler carries from token to token, None before the first. ``verifier``: who draws and judges this sequence's
+    tokens; None: whoever does for all that bring none.
     """
 
     id: int
@@ -27,6 +31,7 @@ class SequenceState:
     seed: int = 0
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
     state: State | None = None
+    verifier: Verifier | None = None
 
 
 @dataclass(frozen=True, slots=True)

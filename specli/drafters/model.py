@@ -34,8 +34,8 @@ class Pacer(Protocol):
 class _Chain:
     """The draft of one sequence while it grows."""
 
-    def __init__(self, state: SequenceState, budget: int) -> None:
-        self.state, self.budget = state, budget
+    def __init__(self, state: SequenceState, chooser: Chooser, budget: int) -> None:
+        self.state, self.chooser, self.budget = state, state.verifier or chooser, budget
         self.ids: list[int] = []
         self.distributions: list[Distribution | None] = []
         self.confidence: list[float] = []
@@ -49,7 +49,7 @@ class _Chain:
 
 
 class ModelDrafter:
-    """Drafts with ``engine``, drawing tokens as ``chooser`` (the verifier) says.
+    """Drafts with ``engine``, drawing tokens as ``chooser`` (the verifier) says, or as a sequence's own does.
 
     ``p_min``: stop before a position whose confidence is below it (llama.cpp ``--spec-draft-p-min``). ``n_min``
     (``--spec-draft-n-min``): a draft that is a point mass is dropped whole when shorter; a sampled draft may not be
@@ -82,7 +82,10 @@ class ModelDrafter:
 
     def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
         """Draft for all sequences in step. Raises ``Cancelled`` while feeding a long history."""
-        chains = [_Chain(state, self.room(state, budget)) for state, budget in zip(sequences, budgets, strict=True)]
+        chains = [
+            _Chain(state, self._chooser, self.room(state, budget))
+            for state, budget in zip(sequences, budgets, strict=True)
+        ]
         for chain in chains:
             self._force(chain)
         growing = [chain for chain in chains if chain.is_open]
@@ -136,7 +139,7 @@ class ModelDrafter:
     def _force(self, chain: _Chain) -> None:
         """Append what must come next; no model is asked."""
         while chain.is_open:
-            sampler, state = self._chooser.sampler, chain.sampling or chain.state.state
+            sampler, state = chain.chooser.sampler, chain.sampling or chain.state.state
             token = sampler.forced(state)
             if token is None:
                 return
@@ -186,17 +189,17 @@ class ModelDrafter:
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
         row = row[: self._n_vocab]
-        if not self._chooser.sampler.allows_any(chain.sampling or chain.state.state, row):
+        if not chain.chooser.sampler.allows_any(chain.sampling or chain.state.state, row):
             chain.is_open = False  # a dead end of the draft is none of the text
             return
         if self._has_confidence:
             confidence = top_probability(row)
-            may_stop = not self._chooser.is_sampled or len(chain.ids) >= self._n_min
+            may_stop = not chain.chooser.is_sampled or len(chain.ids) >= self._n_min
             if may_stop and not self._may_draw(chain, confidence):
                 chain.is_open = False
                 return
             chain.confidence.append(confidence)
-        self._add(chain, self._chooser.choose(row, chain.state, chain.ids, chain.sampling))
+        self._add(chain, chain.chooser.choose(row, chain.state, chain.ids, chain.sampling))
         self._force(chain)
         chain.is_open = chain.is_open and self._may_step(chain)
 
@@ -210,7 +213,7 @@ class ModelDrafter:
 
     def _finished(self, chain: _Chain) -> Draft:
         is_short = len(chain.ids) < self._n_min
-        if not chain.ids or (is_short and not self._chooser.is_sampled):
+        if not chain.ids or (is_short and not chain.chooser.is_sampled):
             return EMPTY
         confidence = np.asarray(chain.confidence) if chain.confidence else None
         return Draft(chain.ids, chain.distributions, confidence)

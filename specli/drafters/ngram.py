@@ -177,8 +177,8 @@ class NgramDrafter:
     ``end_ids``: end-of-generation ids; a draft ends behind the first one. ``n_min`` (``--spec-draft-n-min``): a
     shorter draft is dropped whole, as a point mass may be. ``p_min`` (``--spec-draft-p-min``) and ``min_hit_rate``:
     a token is proposed while its estimated chance of being right reaches both. ``size_max``, ``size_min``: sizes of
-    the n-grams in tokens, longest first. ``sampler`` says what may come next at all. Raises
-    ``ConfigError`` for sizes that make no sense.
+    the n-grams in tokens, longest first. ``sampler`` (or a sequence's own, where there is one) says what may come next
+    at all. Raises ``ConfigError`` for sizes that make no sense.
 
     Defaults, from simulated greedy rounds over 47 answers: sizes above 4 or below 2 gained nothing; ``min_hit_rate``
     0.3, 0.4 and 0.5 were within 1% at K = 3; a long fixed K wants it higher, a controller or a GPU lower.
@@ -229,7 +229,8 @@ class NgramDrafter:
                 break
             suffix, streak, source, edited = history.pushed(suffix, token), streak + 1, match.position + 1, False
         if ids and self._sampler is not None:
-            del ids[self._sampler.n_allowed(sequence.state, ids) :]
+            sampler = self._sampler if sequence.verifier is None else sequence.verifier.sampler
+            del ids[sampler.n_allowed(sequence.state, ids) :]
         return Draft(ids, [None] * len(ids), np.array(rates[: len(ids)])) if len(ids) >= max(1, self._n_min) else EMPTY
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:

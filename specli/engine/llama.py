@@ -40,7 +40,6 @@ class LlamaModel:
         self._handle: int | None = None
         self.adapters: list[Any] = []  # llama.cpp's pointers in the order of ``options.loras``; freed with the weights
         self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._piece_buffer = ctypes.create_string_buffer(512)
         llama_cpp.llama_backend_init()
         parameters = ModelParameters(options)
 
@@ -124,7 +123,7 @@ class LlamaModel:
         return found
 
     def _read_piece(self, token: int, shows_control: bool) -> bytes:
-        buffer = self._piece_buffer
+        buffer = ctypes.create_string_buffer(512)  # its own: a server asks from several threads
         n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, shows_control)
         if n < 0:
             buffer = ctypes.create_string_buffer(-n)
@@ -144,21 +143,19 @@ class LlamaModel:
 
 
 class LlamaEngine(CacheLedger):
-    """A context: caches for ``n_sequences`` sequences over the weights of ``model``.
+    """A context: caches for ``options.n_sequences`` sequences over the weights of ``model``.
 
     ``n_rows_max`` logits rows can be asked for at once. ``can_roll_back`` was tried out at construction, by the
     two-token pass that also warms the model up; with ``--no-warmup`` the architecture decides. ``n_batch`` is what one
     evaluate takes: llama.cpp's physical batch, so that an interrupt waits for one of them at most.
     """
 
-    def __init__(
-        self, model: LlamaModel, options: ModelOptions, n_rows_max: int, cancelled: CancelCheck, n_sequences: int = 1
-    ) -> None:
+    def __init__(self, model: LlamaModel, options: ModelOptions, n_rows_max: int, cancelled: CancelCheck) -> None:
         """Allocate the caches. Raises ``EngineError`` (memory) or ``Cancelled``."""
         n_ctx = context_length(options.n_ctx, model.n_ctx_train)
         n_ubatch = physical_batch(options, n_ctx)
-        n_rows_max = max(n_rows_max, n_sequences)
-        super().__init__(n_ctx, n_ubatch, n_rows_max, n_sequences, model.n_vocab)
+        n_rows_max = max(n_rows_max, options.n_sequences)
+        super().__init__(n_ctx, n_ubatch, n_rows_max, options.n_sequences, model.n_vocab)
         self.busy_s = 0.0
         self.model = model
         self._cancelled = cancelled
@@ -170,9 +167,7 @@ class LlamaEngine(CacheLedger):
         self._rows_address = 0
         self._context: int | None = None
         LOG.clear()
-        self._context = llama_cpp.llama_init_from_model(
-            model.handle, context_params(options, n_ctx, n_rows_max, n_sequences)
-        )
+        self._context = llama_cpp.llama_init_from_model(model.handle, context_params(options, n_ctx, n_rows_max))
         if not self._context:
             raise EngineError(
                 f"llama.cpp could not make a context of {n_ctx} tokens for {options.label}: "

@@ -36,6 +36,7 @@ class ModelParameters:
         placement, params = options.placement, self.params
         params.n_gpu_layers = gpu_layers(options)
         params.load_mode = _LOAD_MODES[options.load_mode]
+        params.use_extra_bufts = not has_amx()
         devices = select_devices(placement)
         if placement.devices is not None:
             self._devices = (ctypes.c_void_p * (len(devices) + 1))(*(device.pointer for device in devices))
@@ -62,6 +63,15 @@ class ModelParameters:
         if placement.tensor_split:
             self._proportions = (ctypes.c_float * n_max)(*placement.tensor_split)
             params.tensor_split = self._proportions
+
+
+def has_amx() -> bool:
+    """Whether this build has AMX kernels, and the CPU the instructions.
+
+    They end the process with a segmentation fault in many builds (llama.cpp issue 20824: the tile configuration is
+    optimized away), so they are not used; with them go the other rewritten weight formats (``use_extra_bufts``).
+    """
+    return b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
 
 
 def _tensor_overrides(options: ModelOptions) -> list[tuple[bytes, int]]:
@@ -126,14 +136,15 @@ def physical_batch(options: ModelOptions, n_ctx: int) -> int:
     return min(options.n_ubatch, options.n_batch, n_ctx)
 
 
-def context_params(
-    options: ModelOptions, n_ctx: int, n_rows_max: int, n_sequences: int
-) -> llama_cpp.llama_context_params:
-    """What a context of ``n_ctx`` tokens is made with; ``sizing`` asks llama.cpp for its size with the same."""
+def context_params(options: ModelOptions, n_ctx: int, n_rows_max: int) -> llama_cpp.llama_context_params:
+    """What a context of ``n_ctx`` tokens for each sequence is made with; ``sizing`` asks for its size with the same.
+
+    Several sequences share one cache (``kv_unified``), or llama.cpp would split ragged batches into several passes.
+    """
     params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
-    params.n_ctx = n_ctx
+    params.n_ctx = n_ctx * options.n_sequences
     params.n_batch = params.n_ubatch = physical_batch(options, n_ctx)
-    params.n_seq_max, params.kv_unified = n_sequences, n_sequences > 1
+    params.n_seq_max, params.kv_unified = options.n_sequences, options.n_sequences > 1
     params.n_outputs_max = n_rows_max
     threads = _threads(options.n_threads, physical_cores())
     params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)

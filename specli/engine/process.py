@@ -13,6 +13,7 @@ import llama_cpp
 
 from specli.config import ModelOptions, ProcessOptions
 from specli.engine.devices import list_devices
+from specli.engine.parameters import has_amx
 from specli.errors import ConfigError
 
 _NICENESS = {-1: 5, 1: -5, 2: -10, 3: -20}  # --prio -> setpriority, as llama.cpp's set_process_priority
@@ -57,6 +58,15 @@ def _ranges(cpus: frozenset[int] | set[int]) -> str:
         else:
             parts.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def unused_kernels() -> Iterator[str]:
+    """One line where the library has kernels that would end the process."""
+    if has_amx():
+        yield (
+            "this llama.cpp was built with AMX kernels, which end the process on many machines: neither they nor "
+            "repacked weights are used; a build without them is faster (README, Install)"
+        )
 
 
 def without_effect(models: Sequence[ModelOptions]) -> Iterator[str]:

@@ -94,7 +94,7 @@ class LlamaSizer:
         key = (options, n_rows_max)
         if key not in self._measured:
             n_ctx = context_length(options.n_ctx, self.trained_context(options))
-            limit = self._longest_asked()
+            limit = self._longest_asked() // options.n_sequences
             if n_ctx <= limit:
                 memory = self._ask(options, n_ctx, n_rows_max)
             else:  # its bookkeeping alone could exhaust the memory; beyond here every size is linear in the context
@@ -125,7 +125,7 @@ class LlamaSizer:
         model = self._open(options)
         tensors = self._tensors_of(options)
         with _captured_log() as lines:
-            context = llama_cpp.llama_init_from_model(model.handle, context_params(options, n_ctx, n_rows_max, 1))
+            context = llama_cpp.llama_init_from_model(model.handle, context_params(options, n_ctx, n_rows_max))
             reason = LOG.last_error()
             llama_cpp.llama_free(context) if context else None
         if not context:
