@@ -440,6 +440,57 @@ class BenchOptions:
         return max((AUTO_K if k is None else k for k in self.lengths), default=0)
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``specli serve`` listens to and bounds. Names and defaults are llama-server's where it has the setting.
+
+    ``sla_ttft_ms``, ``sla_tpot_ms``: what 95% of the answers should stay within, None: no promise.
+    """
+
+    host: str = "127.0.0.1"  # --host
+    port: int = 8080  # --port; 0: any that is free
+    alias: str | None = None  # -a: the model's name in the interface
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # --api-key, --api-key-file
+    cors_origins: tuple[str, ...] = ()  # --cors-origins
+    n_queue: int = 64  # --queue: requests that may wait
+    timeout_s: float = 600.0  # -to: from arrival to the last token
+    n_predict: int = -1  # -n: most tokens of one answer, -1: no limit but the context
+    max_body_bytes: int = 4 << 20  # --max-body
+    max_messages: int = 1024  # --max-messages
+    max_stops: int = 16  # --max-stops
+    max_choices: int = 16  # --max-choices: n of one request
+    chunked_prefill: bool = True  # --chunked-prefill: a long prompt takes turns with the answers under way
+    sla_ttft_ms: float | None = None  # --sla-ttft
+    sla_tpot_ms: float | None = None  # --sla-tpot
+    log_prompts: bool = False  # --log-prompts
+
+    def __post_init__(self) -> None:
+        _require("--host", repr(self.host), bool(self.host.strip()), "an address or name to listen at")
+        _require("--port", self.port, 0 <= self.port < 2**16, "0 (any) to 65535")
+        _require("-a/--alias", repr(self.alias), self.alias is None or bool(self.alias.strip()), "a name")
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise ConfigError(
+                "--api-key got an empty key or one with spaces or control characters; expected plain text"
+            )
+        for flag, n, most in (
+            ("--queue", self.n_queue, 1 << 16),
+            ("--max-body", self.max_body_bytes, 1 << 31),
+            ("--max-messages", self.max_messages, 1 << 20),
+            ("--max-stops", self.max_stops, 1 << 10),
+            ("--max-choices", self.max_choices, 256),
+        ):
+            _require(flag, n, 1 <= n <= most, f"1 to {most}")
+        _require("-to/--timeout", self.timeout_s, 0 < self.timeout_s < 1e9, "seconds above 0")
+        _require("-n/--predict", self.n_predict, self.n_predict == -1 or 0 < self.n_predict < 2**31, "1 or more, or -1")
+        for flag, bound_ms in (("--sla-ttft", self.sla_ttft_ms), ("--sla-tpot", self.sla_tpot_ms)):
+            _require(flag, bound_ms, bound_ms is None or 0 < bound_ms < 1e9, "milliseconds above 0")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+
+
 def _require_pattern(pattern: str, buffer_type: str) -> None:
     """``-ot``: a regular expression and a buffer type, both there."""
     found = f"{pattern}={buffer_type}"

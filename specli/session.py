@@ -338,9 +338,7 @@ class Session:
 
     def seed_of(self, attempt: int) -> int | None:
         """The number that repeats the ``attempt``-th answer to a prompt (0: the first); None where nothing does."""
-        if self.seed is None or attempt == 0:
-            return self.seed
-        return int(np.random.SeedSequence([self.seed, attempt]).generate_state(1)[0])
+        return seed_of(self.seed, attempt)
 
     def _end_generation(self) -> None:
         if self._events is not None:
@@ -362,6 +360,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def seed_of(seed: int | None, attempt: int) -> int | None:
+    """The number that repeats the ``attempt``-th answer under ``seed`` (0: the first); None where nothing does."""
+    if seed is None or attempt == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, attempt]).generate_state(1)[0])
 
 
 def _any_seed() -> int:

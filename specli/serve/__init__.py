@@ -1,0 +1,13 @@
+"""``specli serve``: the decode loop over many requests, behind an OpenAI-compatible interface.
+
+    protocol    what clients may ask, checked
+    replies     what they get, as OpenAI and llama-server name it
+    job         one answer that somebody waits for, from the engine's thread to the client's
+    pace        pure: how much prompt to evaluate between two rounds, whom to let in
+    scheduler   the engine's thread: slots, queue, rounds
+    metrics     Prometheus
+    app         routes, limits, errors
+    server      uvicorn around it
+
+Only this room knows FastAPI, Pydantic, uvicorn and prometheus-client.
+"""

@@ -1,0 +1,352 @@
+"""The engine's thread: which requests have a slot, and what it does next.
+
+A turn: those whose clients have gone leave; waiting ones get free slots, first come first served; one round over all
+answers under way; then a part of the prompts that are not evaluated yet, as long as ``pace`` allows, so that a long
+prompt never stalls the others. Verification and prompts are separate passes: a pass over many rows goes through other
+kernels, which would change the answers that share it, and its time would tell the controller nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from specli.decode import Decoder
+from specli.drafters.base import SequenceState
+from specli.errors import EngineError, SpecError
+from specli.events import Event, Failed, Finished, FinishReason, RoundDone
+from specli.prefix import KeptPrefix
+from specli.request import Request, Running
+from specli.serve.job import Job, QueueFull, TimedOut, Unavailable
+from specli.serve.metrics import Metrics
+from specli.serve.pace import Pace, Window
+from specli.session import Session
+from specli.stats import Stats
+from specli.text import TextStream
+
+LOGGER = logging.getLogger("specli.serve")
+N_ROUNDS_TOLD = 1000  # after which the controller's record of decisions begins anew
+SLA_EVERY_S = 10.0  # between two looks at the bounds
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place for one answer. ``used``: the turn that it was last used in."""
+
+    index: int
+    kept: KeptPrefix
+    used: int = 0
+    job: Job | None = None
+    running: Running | None = None
+    stats: Stats | None = None
+
+
+class Scheduler:
+    """Makes answers for jobs, ``n_sequences`` of the session's target at a time. ``start`` it, ``stop`` it.
+
+    ``clock`` is the one of the events' marks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        metrics: Metrics,
+        pace: Pace,
+        n_queue: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._session, self._metrics, self._pace, self._n_queue, self._clock = session, metrics, pace, n_queue, clock
+        self._is_stopping = self._is_killed = False
+        engine, drafter = session.engine, session.drafter
+        self._decoder = Decoder(
+            engine,
+            session.verifier,
+            session.model.piece,
+            drafter,
+            session.speculation.k if drafter else 0,
+            cancelled=lambda: self._is_killed,
+            clock=clock,
+        )
+        self._slots = [_Slot(i, KeptPrefix(engine, drafter, LOGGER.info, i)) for i in range(engine.n_sequences)]
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="specli-engine", daemon=True)
+        self._turn = self._n_rounds = 0
+        self._answer_s = Window()
+        self._sla_checked_s = 0.0
+        self._broken: dict[str, bool] = {}
+        self.failure: str | None = None  # why nothing can be answered any more
+
+    # -- from any thread
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def stop(self, *, now: bool = False) -> None:
+        """Finish what was accepted, or with ``now`` drop it, and end the thread."""
+        with self._changed:
+            self._is_stopping = True
+            self._is_killed |= now
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of ``jobs`` or none. Raises ``QueueFull`` or ``Unavailable``."""
+        with self._changed:
+            if self.failure is not None:
+                raise Unavailable(f"the engine has failed: {self.failure}; restart the server")
+            if self._is_stopping:
+                raise Unavailable("the server is stopping")
+            n_free = sum(slot.job is None for slot in self._slots)
+            if len(self._waiting) + len(jobs) > self._n_queue + n_free:
+                answer_s = self._answer_s.mean(self._clock())
+                raise QueueFull(len(self._waiting), self._pace.wait_s(len(self._waiting), len(self._slots), answer_s))
+            self._waiting.extend(jobs)
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Something was cancelled."""
+        with self._changed:
+            self._changed.notify()
+
+    @property
+    def n_running(self) -> int:
+        """Answers that have a slot."""
+        return sum(slot.job is not None for slot in self._slots)
+
+    @property
+    def n_waiting(self) -> int:
+        """Answers that wait for one."""
+        return len(self._waiting)
+
+    def exposition(self) -> bytes:
+        """What ``/metrics`` says."""
+        now_s = self._clock()
+        return self._metrics.expose(now_s, self._pace.p95(now_s), self._pace.broken(now_s))
+
+    # -- in the engine's thread
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                self._take_turn()
+        except Exception as error:  # a fault of ours: say so, answer nobody any more, leave the process up to tell
+            LOGGER.exception("the engine's thread failed")
+            self._give_up(f"{type(error).__name__}: {error}")
+        if self._is_killed:
+            self._fail_all(Unavailable("the server was stopped"))
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self.failure = reason
+        self._fail_all(EngineError(f"the engine has failed: {reason}"))
+
+    def _fail_all(self, error: SpecError) -> None:
+        with self._changed:
+            jobs = [*self._waiting, *(slot.job for slot in self._slots if slot.job is not None)]
+            self._waiting.clear()
+        for slot in self._slots:
+            slot.job = slot.running = None
+        for job in jobs:
+            job.fail(error)
+
+    def _wait(self) -> bool:
+        """Sleep while there is nothing to do; whether to go on."""
+        with self._changed:
+            while not self._is_killed:
+                if self._waiting or any(slot.job for slot in self._slots):
+                    return True
+                if self._is_stopping:
+                    return False
+                self._changed.wait()
+        return False
+
+    def _take_turn(self) -> None:
+        self._turn += 1
+        self._drop_departed()
+        self._admit()
+        self._round()
+        self._feed()
+        self._look_at_sla()
+
+    def _drop_departed(self) -> None:
+        now_s = self._clock()
+        with self._changed:
+            left = [job for job in self._waiting if job.is_cancelled or job.deadline_s <= now_s]
+            for job in left:
+                self._waiting.remove(job)
+            self._metrics.waiting.set(len(self._waiting))
+        for gone in left:
+            if gone.is_cancelled:
+                self._metrics.observe_answer(Stats(), gone.arrived_s, now_s, is_aborted=True)
+            else:
+                self._metrics.refuse("timeout")
+                gone.fail(TimedOut("the request waited for a slot until its time was over"))
+        for slot in self._slots:
+            job, running = slot.job, slot.running
+            if job is None or running is None:
+                continue
+            if job.is_cancelled:
+                self._handle(slot, list(self._decoder.finish(running, "cancelled")))
+            elif job.deadline_s <= now_s:
+                self._fail(slot, TimedOut("the answer was not finished in time"))
+
+    def _admit(self) -> None:
+        """Give free slots to waiting jobs, in the order that they came."""
+        while True:
+            n_active = self.n_running
+            with self._changed:
+                is_possible = bool(self._waiting) and n_active < len(self._slots) and self._pace.may_admit(n_active)
+                job = self._waiting.popleft() if is_possible else None
+                self._metrics.waiting.set(len(self._waiting))
+            if job is None:
+                return
+            if job.is_cancelled:
+                continue
+            self._begin(self._best_slot(job), job)
+
+    def _best_slot(self, job: Job) -> _Slot:
+        """The free slot whose cache shares most with the prompt, else the one that was used longest ago."""
+        free = [slot for slot in self._slots if slot.job is None]
+        if not job.reuse:
+            return min(free, key=lambda slot: slot.used)
+        return max(free, key=lambda slot: (slot.kept.n_shared(job.prompt), -slot.used))
+
+    def _begin(self, slot: _Slot, job: Job) -> None:
+        slot.job, slot.used, slot.stats = job, self._turn, Stats(slot.index)
+        job.slot, job.started_s = slot.index, self._clock()
+        self._metrics.observe_start(job.started_s - job.arrived_s)
+        self._metrics.running.set(self.n_running)
+        coins = None if job.seed is None else [job.seed, len(job.prompt)]
+        rng = np.random.default_rng(coins)
+        seed = int(rng.integers(2**32)) if job.seed is None else job.seed
+        state = SequenceState(slot.index, list(job.prompt), seed, rng, verifier=job.verifier)
+        try:
+            if not job.reuse:
+                slot.kept.drop()
+            n_known = slot.kept.open(state)
+            request = Request(
+                state, job.arrived_s, job.max_tokens, job.end_ids, job.stops, True, n_known, job.n_logprobs
+            )
+            slot.running = Running(request, TextStream(self._decoder.piece, job.stops))
+            self._handle(slot, list(self._decoder.begin(slot.running)))
+        except SpecError as error:
+            self._fail(slot, error)
+
+    def _round(self) -> None:
+        decoding = [slot for slot in self._slots if slot.running is not None and not slot.running.is_feeding]
+        if not decoding:
+            return
+        started_s = self._clock()
+        try:
+            events = list(self._decoder.round([slot.running for slot in decoding if slot.running is not None]))
+        except SpecError as error:
+            for slot in decoding:
+                self._fail(slot, error)
+            return
+        for event in events:
+            if isinstance(event, RoundDone):
+                emitted = sum(part.emitted for part in event.sequences)
+                self._pace.observe_round(len(decoding), emitted, event.at_s - started_s)
+                controller = self._session.controller
+                self._metrics.observe_round(event, controller.record.state if controller else "off")
+        for slot in decoding:
+            own = [event for event in events if isinstance(event, RoundDone) or event.sequence == slot.index]
+            self._handle(slot, own)
+        self._n_rounds += 1
+        if self._n_rounds % N_ROUNDS_TOLD == 0 and self._session.controller is not None:
+            self._session.controller.begin_answer()
+
+    def _feed(self) -> None:
+        """Evaluate a part of the prompts, the oldest first."""
+        feeding = [slot for slot in self._slots if slot.running is not None and slot.running.is_feeding]
+        n_decoding = sum(slot.running is not None for slot in self._slots) - len(feeding)
+        engine = self._session.engine
+        left = self._chunk(n_decoding)
+        for slot in sorted(feeding, key=lambda slot: slot.used):
+            while left > 0 and slot.running is not None and slot.running.is_feeding:
+                n_before, busy_s = engine.n_past(slot.index), engine.busy_s
+                try:
+                    events = list(self._decoder.feed(slot.running, left))
+                except SpecError as error:
+                    self._fail(slot, error)
+                    break
+                n_fed = engine.n_past(slot.index) - n_before
+                left -= max(1, n_fed)
+                self._pace.observe_chunk(n_fed, engine.busy_s - busy_s)
+                self._metrics.observe_prefill(engine.busy_s - busy_s)
+                self._handle(slot, events)
+
+    def _chunk(self, n_decoding: int) -> int:
+        """Prompt tokens of this turn; whole batches under ``--exact``, where their cuts must not depend on load."""
+        n_batch = self._session.engine.n_batch
+        return n_batch if self._session.settings.exact else self._pace.chunk(n_decoding, n_batch)
+
+    def _handle(self, slot: _Slot, events: Sequence[Event]) -> None:
+        """Pass one answer's events on, and free its slot behind the last one."""
+        job, stats = slot.job, slot.stats
+        if job is None or stats is None or not events:
+            return
+        for event in events:
+            if isinstance(event, Failed):
+                self._fail(slot, event.error if isinstance(event.error, SpecError) else EngineError(str(event.error)))
+                return
+            stats.observe(event)
+        reason = next((event.reason for event in events if isinstance(event, Finished)), None)
+        if reason is not None:
+            self._end(slot, job, stats, reason)  # the slot is free before its client knows
+        job.deliver(events)
+
+    def _end(self, slot: _Slot, job: Job, stats: Stats, reason: FinishReason) -> None:
+        now_s = self._clock()
+        is_aborted = reason == "cancelled"
+        self._metrics.observe_answer(stats, job.arrived_s, now_s, is_aborted=is_aborted)
+        if not is_aborted:
+            self._pace.observe_answer(now_s, stats.ttft_s, stats.tpot_ms)
+            self._answer_s.add(now_s, now_s - (job.started_s or now_s))
+        self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        running, slot.job, slot.running, slot.stats = slot.running, None, None, None
+        slot.used = self._turn
+        if running is not None:
+            self._decoder.release(running.request)
+        engine = self._session.engine
+        n_held = sum(engine.n_past(other.index) for other in self._slots)
+        self._metrics.kv_usage.set(n_held / (engine.n_ctx * len(self._slots)))
+        self._metrics.running.set(self.n_running)
+
+    def _fail(self, slot: _Slot, error: SpecError) -> None:
+        """End one answer; what its cache holds is not trusted."""
+        job = slot.job
+        self._metrics.refuse("timeout" if isinstance(error, TimedOut) else "engine")
+        slot.running = None
+        self._release(slot)
+        with suppress(EngineError):  # it would hide the failure
+            slot.kept.drop()
+        if job is not None:
+            job.fail(error)
+
+    def _look_at_sla(self) -> None:
+        """Say in the log when a bound begins or ceases to be broken."""
+        now_s = self._clock()
+        if now_s - self._sla_checked_s < SLA_EVERY_S:
+            return
+        self._sla_checked_s = now_s
+        for name, is_broken in (broken := self._pace.broken(now_s)).items():
+            if is_broken != self._broken.get(name, False):
+                bound_ms = self._pace.sla.ttft_ms if name == "ttft" else self._pace.sla.tpot_ms
+                p95_ms = dict(zip(("ttft", "tpot"), self._pace.p95(now_s), strict=True))[name]
+                verb = "is broken" if is_broken else "is kept again"
+                LOGGER.warning("the bound on %s %s: p95 %.0f ms, asked %.0f ms", name.upper(), verb, p95_ms, bound_ms)
+        self._broken = broken

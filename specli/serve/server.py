@@ -1,0 +1,84 @@
+"""uvicorn around the application: sockets, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from specli.config import ServeOptions
+from specli.errors import ConfigError
+from specli.serve.app import Service, make_app
+from specli.serve.metrics import Metrics
+from specli.serve.pace import Pace, Sla
+from specli.serve.scheduler import Scheduler
+from specli.session import Session
+
+LOGGER = logging.getLogger("specli.serve")
+_KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
+
+    was_forced = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = self.was_forced = True
+        else:
+            LOGGER.warning("stopping: answers under way are finished first; once more stops at once")
+        self.should_exit = True
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """A listening socket. Raises ``ConfigError`` where there is none to be had."""
+    is_v6 = ":" in options.host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((options.host, options.port))
+        made.listen(128)
+    except OSError as error:
+        made.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"--host {options.host} --port {options.port} cannot be listened at: {reason}; give others"
+        ) from error
+    return made
+
+
+def address(listener: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(session: Session, options: ServeOptions, listener: socket.socket) -> bool:
+    """Answer until a signal; whether what was under way was finished."""
+    sla = Sla(options.sla_ttft_ms, options.sla_tpot_ms)
+    metrics = Metrics(session.speculation.k, session.engine.n_sequences)
+    metrics.set_bounds(sla.ttft_ms, sla.tpot_ms)
+    pace = Pace(sla, is_chunked=options.chunked_prefill)
+    scheduler = Scheduler(session, metrics, pace, options.n_queue)
+    config = uvicorn.Config(
+        make_app(Service(session, scheduler, metrics, options)),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        headers=[("Server", "specli")],
+    )
+    server = _Server(config)
+    scheduler.start()
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn raises the signal again when it is done
+        pass
+    finally:
+        scheduler.stop(now=server.was_forced)
+    return not server.was_forced
