@@ -69,7 +69,7 @@ class _Campaign:
         self._require_some()
         return LoadReport(
             circumstances,
-            self._steps,
+            sorted(self._steps, key=lambda step: step.load),
             self._ending,
             None if self._options.find_sla else len(self._options.loads),
             time.monotonic() - started_s,

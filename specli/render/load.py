@@ -110,7 +110,8 @@ def _number(value: float | None, unit: float = 1.0) -> str:
     if value is None:
         return NA
     scaled = value / unit
-    return f"{scaled:.0f}" if scaled >= 99.5 else f"{scaled:.1f}" if scaled >= 9.95 else f"{scaled:.2f}"
+    decimals = next(n for n, least in enumerate((99.5, 9.95, 0.0995, 0.0)) if scaled >= least)
+    return f"{scaled:.{decimals}f}"
 
 
 def _percent(value: float | None) -> str:
