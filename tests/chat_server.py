@@ -58,11 +58,15 @@ class ChatServer:
 
     async def serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            first = await reader.readexactly(1)
+            if first == b"\x16":  # a TLS handshake
+                return send(writer, 400, "no TLS here")
+            head = (first + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             await self.answer(head[0].split()[1], headers, body, writer)
             await writer.drain()
+        return None
 
     async def answer(self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
         self.paths.append(path)

@@ -293,6 +293,7 @@ class Client:
         where = shown_url(self.base)
         advice = {
             "refused": "start the server, or see whether host and port are right",
+            "connect timeout": "see whether host and port are right",
             "unknown host": "see whether the name is right",
             "tls": "https was asked for: see whether it is right, and the certificate trusted (SSL_CERT_FILE)",
             "http 401": "give --api-key or SPECLI_API_KEY",

@@ -22,6 +22,7 @@ from specli.load.records import Record, StepRun
 from specli.load.window import Extent, Window
 
 TICK_S = 0.05
+_TICKS_SHOWN = 5  # from one showing of the progress to the next, which costs time that is being measured
 AFTER_FAILURE_S = 0.1
 HOPELESS = 8  # failures, at least, before a load on which nothing works is given up
 
@@ -62,13 +63,14 @@ async def run_step(asker: Asker, step: Step, asks: Iterator[Ask], watch: Watch, 
     loop = asyncio.create_task(running.open_loop() if step.is_open else running.closed_loop())
     lags: list[float] = []
     stopped = False
+    watch.progress(label, None)
     while not loop.done():
         before_s = time.monotonic()
         await asyncio.wait([loop], timeout=TICK_S)
         now_s = time.monotonic()
         lags.append(max(0.0, now_s - before_s - TICK_S))
         running.window.tick(now_s)
-        if not loop.done():
+        if not loop.done() and len(lags) % _TICKS_SHOWN == 0:
             watch.progress(label, running.window.fraction(now_s))
         if watch.is_over() and not loop.done():
             stopped = True

@@ -140,12 +140,12 @@ def _intervals(found: Latency | None) -> str:
 
 
 _MAIN = (
-    _Column("n", lambda step: str(step.n_ok)),
+    _Column("n", lambda step: str(step.n_ok), 90),
     _Column("TTFT ms p50 95 99", lambda step: _levels(step.ttft_ms)),
     _Column("TPOT ms p50 95 99", lambda step: _levels(step.tpot_ms)),
     _Column("E2E s p50 95 99", lambda step: _levels(step.e2e_ms, 1000.0), 100),
     _Column("tok/s", lambda step: _number(step.output_tok_s)),
-    _Column("req/s", lambda step: _number(step.requests_s)),
+    _Column("req/s", lambda step: _number(step.requests_s), 90),
     _Column("in SLA", lambda step: _percent(step.goodput), 0, lambda step: step.goodput is not None),
     _Column("accepted", lambda step: _percent(step.acceptance_rate), 0, lambda step: step.acceptance_rate is not None),
     _Column("failed", _failed, 0, lambda step: bool(step.errors)),
