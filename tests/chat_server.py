@@ -42,6 +42,7 @@ class ChatServer:
     key: str | None = None
     prefix: str | None = "vllm:"  # of the draft counters; None: no /metrics
     chars_per_token: float | None = None  # None: no /tokenize
+    tokenize_fields: set[str] = field(default_factory=lambda: {"content"})  # which it wants, and no other
     url: str = ""
     asked: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -79,7 +80,10 @@ class ChatServer:
             counts = {"prefix": self.prefix, "proposed": float(self.proposed), "accepted": self.accepted}
             return send(writer, 200, METRICS.format(**counts), "text/plain; version=0.0.4")
         if path == "/tokenize" and self.chars_per_token is not None:
-            n = round(len(json.loads(body)["content"]) / self.chars_per_token)
+            asked = json.loads(body)
+            if set(asked) != self.tokenize_fields:
+                return send(writer, 400, '{"error": {"message": "unknown field"}}')
+            n = round(len(asked.get("content", asked.get("prompt"))) / self.chars_per_token)
             return send(writer, 200, json.dumps({"tokens": list(range(n))}))
         if path in ("/v1/chat/completions", "/v1/completions"):
             return await self.complete(json.loads(body), writer)

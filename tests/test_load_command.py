@@ -67,8 +67,9 @@ def test_counts_and_tokens_are_of_the_usage():
     assert report.circumstances["chars_per_token"] == pytest.approx(4.0, rel=0.01)
 
 
-def test_prompts_have_the_lengths_asked_for_by_the_servers_own_tokens():
-    with running(chars_per_token=2.0) as server:
+@pytest.mark.parametrize("fields", [{"content"}, {"model", "prompt"}], ids=["llama-server", "vLLM"])
+def test_prompts_have_the_lengths_asked_for_by_the_servers_own_tokens(fields):
+    with running(chars_per_token=2.0, tokenize_fields=fields) as server:
         measure(options(server, n_requests=20, input_length=LengthOptions("uniform", 200, 400)))
     lengths = [len(asked["messages"][0]["content"]) for asked in server.asked]
     assert 390 <= min(lengths) < max(lengths) <= 810

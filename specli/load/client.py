@@ -164,15 +164,20 @@ class Client:
         return None
 
     async def tokenize(self, text: str) -> int | None:
-        """Tokens of ``text`` by the server's ``/tokenize`` (llama-server, vLLM); None where it has none."""
-        body = {"content": text, "prompt": text, "model": self._model}
-        try:
-            response = await self._http.post(f"{self.base}/tokenize", json=body, timeout=FACTS_S)
-            found = response.json() if response.status_code == 200 else None
-        except (self._httpx.HTTPError, ValueError):
-            return None
-        tokens = found.get("tokens") if isinstance(found, dict) else None
-        return len(tokens) if isinstance(tokens, list) and tokens else None
+        """Tokens of ``text`` by the server's ``/tokenize``; None where it has none.
+
+        llama-server and specli want it as content, vLLM as prompt, and some refuse a field that they do not know.
+        """
+        for body in ({"content": text}, {"model": self._model, "prompt": text}):
+            try:
+                response = await self._http.post(f"{self.base}/tokenize", json=body, timeout=FACTS_S)
+                found = response.json() if response.status_code == 200 else None
+            except (self._httpx.HTTPError, ValueError):
+                return None
+            tokens = found.get("tokens") if isinstance(found, dict) else None
+            if isinstance(tokens, list) and tokens:
+                return len(tokens)
+        return None
 
     async def metrics(self) -> str | None:
         """What ``/metrics`` says; None where there is nothing."""
