@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from specli.errors import ConfigError
 
@@ -42,6 +43,11 @@ MOST_LOGIT = 1e30  # what may be added to a logit or multiply it, so that a floa
 AUTO_K = 16  # tokens: the longest draft that the controller may choose
 FIXED_K = 3  # tokens: llama.cpp's --spec-draft-n-max, for --draft-fixed without a number
 CONTEXT_CAP = 8192  # tokens: the default context when a model was trained on more
+LENGTH_KINDS = ("uniform", "normal", "lognormal")
+ENDPOINTS = ("chat", "completions")
+MOST_IN_FLIGHT = 1000  # requests of a load test, so that file descriptors suffice
+FIND_SLA_MOST = 256  # requests in flight that --find-sla looks at when nobody says
+OPEN_WARMUP_S = 10.0  # of arrivals at a rate before anything is measured
 RANDOM_SEED = 0xFFFFFFFF  # llama.cpp's LLAMA_DEFAULT_SEED: what -s -1 becomes there
 
 
@@ -491,6 +497,122 @@ class ServeOptions:
         return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
 
 
+@dataclass(frozen=True)
+class LengthOptions:
+    """How lengths in tokens are drawn; ``LoadOptions`` checks it, with the flag's name in its words.
+
+    ``uniform``: from ``first`` to ``second``. ``normal``: mean and standard deviation. ``lognormal``: median, and
+    standard deviation of the logarithm. The latter two are cut off at three deviations.
+    """
+
+    kind: str
+    first: float
+    second: float
+
+    @property
+    def low(self) -> int:
+        """The shortest, tokens; at least 1."""
+        ends = {"uniform": self.first, "normal": self.first - 3 * self.second}
+        return max(1, round(ends.get(self.kind, self.first * math.exp(-3 * min(self.second, 10.0)))))
+
+    @property
+    def high(self) -> int:
+        """The longest, tokens."""
+        ends = {"uniform": self.second, "normal": self.first + 3 * self.second}
+        return round(ends.get(self.kind, self.first * math.exp(3 * min(self.second, 10.0))))
+
+    @property
+    def words(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.kind}:{self.first:g},{self.second:g}"
+
+
+# Kinds of use by the lengths of their prompts and answers: guesses at the shape, not measurements of anybody's traffic.
+LENGTHS: Mapping[str, tuple[LengthOptions, LengthOptions]] = {
+    "chat": (LengthOptions("lognormal", 120, 0.7), LengthOptions("lognormal", 150, 0.5)),
+    "summarize": (LengthOptions("normal", 900, 200), LengthOptions("normal", 100, 25)),
+    "code": (LengthOptions("lognormal", 350, 0.6), LengthOptions("lognormal", 200, 0.5)),
+    "long": (LengthOptions("uniform", 2000, 6000), LengthOptions("uniform", 200, 600)),
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What ``specli bench --url`` asks of a server, and for how long.
+
+    ``rates`` in place of ``concurrency``: an open loop. ``n_requests`` in place of ``duration_s``: where the measured
+    part of a step ends. Without either warm-up: one request per connection, or ``OPEN_WARMUP_S`` of arrivals.
+    """
+
+    url: str  # --url, with or without /v1
+    api_key: str | None = field(default=None, repr=False)  # --api-key, --api-key-file
+    model_name: str | None = None  # --model-name; None: the first that the server names
+    endpoint: str = "chat"  # --endpoint
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16)  # --concurrency, requests in flight
+    rates: tuple[float, ...] = ()  # --rate, requests/s
+    input_length: LengthOptions = LENGTHS["chat"][0]  # --input-length
+    output_length: LengthOptions = LENGTHS["chat"][1]  # --output-length
+    shared_prefix: int = 0  # --shared-prefix, tokens
+    n_requests: int | None = None  # --requests, of each step
+    duration_s: float = 60.0  # --duration, of each step
+    warmup_requests: int | None = None  # --warmup-for N
+    warmup_s: float | None = None  # --warmup-for TIME
+    sla_ttft_ms: float | None = None  # --sla-ttft
+    sla_tpot_ms: float | None = None  # --sla-tpot
+    find_sla: bool = False  # --find-sla: the highest load inside the bounds, between the ends of the loads
+    temperature: float = 0.0  # --temp
+    ignore_eos: bool = False  # --ignore-eos
+    seed: int = 0  # -s: lengths, words and arrivals
+    timeout_s: float = 300.0  # --timeout: the longest wait for the next piece of an answer
+    time_budget_s: float | None = 900.0  # --time-budget; None: no limit
+
+    def __post_init__(self) -> None:
+        _require_url(self.url)
+        key = self.api_key
+        is_key = key is None or (bool(key) and key.isascii() and key.isprintable() and " " not in key)
+        _require("--api-key", "a key", is_key, "one line of ASCII without blanks")
+        _require_choice("--endpoint", self.endpoint, ENDPOINTS)
+        _require("--model-name", repr(self.model_name), self.model_name != "", "a name")
+        _require("--concurrency", "nothing", bool(self.concurrency or self.rates), "numbers of requests in flight")
+        for n in self.concurrency:
+            _require("--concurrency", n, 1 <= n <= MOST_IN_FLIGHT, f"1 to {MOST_IN_FLIGHT} requests in flight")
+        for rate in self.rates:
+            _require("--rate", rate, 0 < rate <= 1e5, "requests per second, above 0")
+        _require_lengths("--input-length", self.input_length)
+        _require_lengths("--output-length", self.output_length)
+        _require("--shared-prefix", self.shared_prefix, 0 <= self.shared_prefix < 2**20, "0 or more tokens")
+        self._check_times()
+        SamplingOptions(self.temperature)
+        _require("-s/--seed", self.seed, 0 <= self.seed < 2**32, "0 to 4294967295")
+
+    def _check_times(self) -> None:
+        n_requests, n_warm = self.n_requests, self.warmup_requests
+        _require("--requests", n_requests, n_requests is None or 1 <= n_requests < 2**31, "at least 1")
+        _require("--warmup-for", n_warm, n_warm is None or 0 <= n_warm < 2**31, "a number of requests, or a time")
+        times = {"--duration": self.duration_s, "--timeout": self.timeout_s, "--time-budget": self.time_budget_s}
+        for flag, value in {**times, "--warmup-for": self.warmup_s}.items():
+            _require(flag, value, value is None or 0 < value < math.inf, "a time above 0, such as 30s or 5m")
+        for flag, bound in {"--sla-ttft": self.sla_ttft_ms, "--sla-tpot": self.sla_tpot_ms}.items():
+            _require(flag, bound, bound is None or 0 < bound < math.inf, "milliseconds, above 0")
+        if self.find_sla and not self.has_sla:
+            raise ConfigError("--find-sla was given without a bound; give --sla-ttft MS, --sla-tpot MS, or both")
+
+    @property
+    def has_sla(self) -> bool:
+        """Whether a request can be inside or outside the bounds."""
+        return self.sla_ttft_ms is not None or self.sla_tpot_ms is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests come at a rate, whatever the server does."""
+        return bool(self.rates)
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Requests in flight, or requests/s."""
+        return self.rates or self.concurrency
+
+
 def _require_pattern(pattern: str, buffer_type: str) -> None:
     """``-ot``: a regular expression and a buffer type, both there."""
     found = f"{pattern}={buffer_type}"
@@ -499,6 +621,33 @@ def _require_pattern(pattern: str, buffer_type: str) -> None:
     except re.error as error:
         raise ConfigError(f"-ot/--override-tensor got {found}, expected a regular expression: {error}") from error
     _require("-ot/--override-tensor", found, bool(pattern and buffer_type), "PATTERN=BUFFER_TYPE")
+
+
+def _require_url(url: str) -> None:
+    """A server's address: http or https, a host, perhaps a port and a path."""
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = is_valid and not (parts.query or parts.fragment or " " in url) and url.isprintable()
+    except ValueError:  # a port that is no number, a bracket that is left open
+        is_valid = False
+    shown = re.sub(r"//[^/]*@", "//", url)  # a password is nobody's business
+    _require("--url", repr(shown), is_valid, "http://HOST:PORT or https://HOST, with or without /v1")
+
+
+def _require_lengths(flag: str, lengths: LengthOptions) -> None:
+    """Finite, at least a token, and never all equal."""
+    _require_choice(flag, lengths.kind, LENGTH_KINDS)
+    first, second = lengths.first, lengths.second
+    is_finite = 1 <= first < 2**20 and 0 <= second < 2**20
+    if lengths.kind == "lognormal":
+        is_finite = is_finite and second <= 3
+    _require(flag, lengths.words, is_finite, "at least 1 token (lognormal: a spread of at most 3)")
+    if lengths.low >= lengths.high:
+        raise ConfigError(
+            f"{flag} got {lengths.words}, under which all lengths are equal, as no traffic's are; expected a spread, "
+            "as in uniform:64,256"
+        )
 
 
 def _require(flag: str, value: object, is_valid: bool, expected: str) -> None:

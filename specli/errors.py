@@ -8,6 +8,7 @@
     ├── EngineError               6   an evaluation that failed (device lost, NaN logits, cache full)
     │   ├── DeadEnd               6   a grammar, or bans, that allow no token
     │   └── RollbackUnsupported   6   a memory that cannot drop its last tokens
+    ├── ServerError               7   a server that cannot be reached, or does not answer as it should
     └── Cancelled               130   Ctrl-C
 
 A message says what was found, what was expected, and what to do. ``tests/test_errors.py`` keeps this tree complete.
@@ -58,6 +59,12 @@ class DeadEnd(EngineError):
 
 class RollbackUnsupported(EngineError):
     """The memory of this model cannot drop a tail (recurrent and hybrid architectures)."""
+
+
+class ServerError(SpecError):
+    """A server that cannot be reached, refuses, or does not answer as an OpenAI-compatible one."""
+
+    exit_code = 7
 
 
 class Cancelled(SpecError):

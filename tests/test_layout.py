@@ -22,7 +22,8 @@ HOMES = {
     "click": ("cli",),
     "rich": ("cli", "render"),
     "jinja2": ("chat",),
-    "matplotlib": ("bench.plot",),
+    "matplotlib": ("bench.plot", "load.plot"),
+    "httpx": ("load.client",),
 }
 # What of specli each of these may import; the leaves nothing, or errors only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -63,6 +64,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.report": {"bench.harness", "bench.statistics", "stats"},
     "bench.advice": {"bench.harness", "bench.report", "bench.workloads", "config"},
     "bench.compare": {"bench.advice", "bench.harness", "bench.statistics", "errors"},
+    "load.lengths": {"config", "errors"},
+    "load.arrivals": set(),
+    "load.sse": set(),
+    "load.records": set(),
+    "load.window": set(),
+    "load.search": set(),
+    "load.scrape": set(),
+    "load.prompts": {"bench.workloads", "config", "load.lengths"},
+    "load.figures": {"bench.statistics", "load.records"},
+    "load.client": {"config", "errors", "load.prompts", "load.records", "load.sse"},
+    "load.run": {"config", "load.arrivals", "load.prompts", "load.records", "load.window"},
+    "load.document": {"errors", "load.figures", "load.search"},
+    "load.compare": {"bench.statistics", "errors", "load.figures"},
+    "load": {
+        *("bench.machine", "bench.statistics", "bench.workloads", "config", "errors"),
+        "load.arrivals",
+        "load.client",
+        "load.document",
+        "load.figures",
+        "load.lengths",
+        "load.prompts",
+        "load.records",
+        "load.run",
+        "load.scrape",
+        "load.search",
+        "load.sse",
+        "load.window",
+    },
     "selftest": {
         "bits",
         "decode",
@@ -174,6 +203,7 @@ def test_a_heavy_import_is_not_paid_for_help() -> None:
             "gguf",
             "jinja2",
             "rich",
+            "httpx",
         }
         assert not heavy, f"{name} imports {heavy} at once"
     assert "cli.main" in reached

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,11 @@ import typer
 from specli.cli import options as o
 from specli.cli.arguments import draft_length, map_spec_type
 from specli.cli.interrupt import Interrupt
+from specli.cli.load_flags import LoadFlags, given_options
 from specli.cli.model_group import ModelFlags
 from specli.cli.models import ModelChoice, resolve_models
 from specli.cli.option_groups import LoadingFlags, ProcessFlags, flattened
+from specli.cli.values import seconds
 from specli.config import BenchOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.errors import Cancelled, ConfigError
 
@@ -185,20 +186,27 @@ def bench(
     exact: o.Exact = Settings.exact,
     loading: LoadingFlags,
     process: ProcessFlags,
+    load: LoadFlags,
     verbose: o.Verbose = False,
     debug: o.Debug = False,
 ) -> None:
     """Measure what speculation does to your models, prompts and machine.
 
-    Plain and speculative decoding take turns; speedups come with 95% intervals, and a verdict in words ends it. Ctrl-C
-    prints what was measured so far.
+    Plain and speculative decoding take turns; speedups come with 95% intervals, and a verdict in words ends it. With
+    --url: a load test of a server. Ctrl-C prints what was measured so far.
     """
     started_s = time.monotonic()
+    load.check(list(given_options(context.command.params, context.get_parameter_source)))
     options, notes = what.options()
     if what.compare is not None:
         _compare(*what.compare, what.output)
         return
-    _check_files(what)
+    if load.is_asked:
+        from specli.cli.load import load_test
+
+        load_test(load, what, options, ignore_eos=ignore_eos, started_s=started_s)
+        return
+    check_files(what)
     prompts = what.read_prompts()
     choice = ModelChoice.of(context)
     target = loading.target(models.target(choice))
@@ -286,7 +294,7 @@ def _deliver(report: Report, what: BenchFlags) -> None:
         for line in report.lines():
             sys.stdout.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
     else:
-        _write_csv([document.flat(line) for line in report.lines()])
+        write_csv([document.flat(line) for line in report.lines()])
     sys.stdout.flush()
     if what.save is not None:
         document.save(what.save, report)
@@ -296,7 +304,8 @@ def _deliver(report: Report, what: BenchFlags) -> None:
         draw(report, what.plot)
 
 
-def _write_csv(rows: Sequence[dict[str, object]]) -> None:
+def write_csv(rows: Sequence[dict[str, object]]) -> None:
+    """Rows with one header, to stdout."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
     writer.writeheader()
@@ -306,6 +315,13 @@ def _write_csv(rows: Sequence[dict[str, object]]) -> None:
 def _compare(old: Path, new: Path, output: str) -> None:
     from specli.bench.compare import change_dict, compare
     from specli.bench.document import flat, load
+    from specli.load.document import is_load_test
+
+    if is_load_test(old) or is_load_test(new):
+        from specli.cli.load import compare_loads
+
+        compare_loads(old, new, output)
+        return
 
     comparison = compare(load(old), load(new))
     rows = [change_dict(change) for change in comparison.changes]
@@ -324,10 +340,10 @@ def _compare(old: Path, new: Path, output: str) -> None:
         for row in rows:
             sys.stdout.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     else:
-        _write_csv([flat(row) for row in rows])
+        write_csv([flat(row) for row in rows])
 
 
-def _check_files(what: BenchFlags) -> None:
+def check_files(what: BenchFlags) -> None:
     """Refuse now what could not be written after an hour of measuring."""
     from specli.bench.document import require_writable
 
@@ -338,15 +354,6 @@ def _check_files(what: BenchFlags) -> None:
 
         require_plotting(what.plot)
         require_writable("--plot", what.plot)
-
-
-def seconds(text: str) -> float | None:
-    """A time such as 90s, 15m, 1h30m or 600 (seconds); None for 0, no limit. Raises ``ConfigError``."""
-    found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    if not text.strip() or found is None:
-        raise ConfigError(f"--time-budget got {text!r}, expected a time, such as 90s, 15m or 1h30m, or 0 for no limit")
-    hours, minutes, rest = (float(part or 0) for part in found.groups())
-    return 3600 * hours + 60 * minutes + rest or None
 
 
 def _list(flag: str, text: str) -> list[str]:

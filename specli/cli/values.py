@@ -26,6 +26,16 @@ _ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\"
 _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)
 
 
+def seconds(text: str, flag: str = "--time-budget") -> float | None:
+    """A time such as 90s, 15m, 1h30m or 600 (seconds); None for 0, no limit. Raises ``ConfigError``."""
+    found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    if not text.strip() or found is None:
+        limit = ", or 0 for no limit" if flag == "--time-budget" else ""
+        raise ConfigError(f"{flag} got {text!r}, expected a time, such as 90s, 15m or 1h30m{limit}")
+    hours, minutes, rest = (float(part or 0) for part in found.groups())
+    return 3600 * hours + 60 * minutes + rest or None
+
+
 def switch(value: str) -> str:
     """on, off or auto, by llama.cpp's other words for them; anything else as it is."""
     return _SWITCH.get(value, value)

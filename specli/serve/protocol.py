@@ -246,9 +246,7 @@ class CompletionRequest(Sampling):
     def prompts(self) -> list[str | list[int]]:
         """One or several."""
         given = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]  # type: ignore[list-item]
-        return list(given)
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else [*given]
 
     @property
     def n_logprobs(self) -> int | None:

@@ -193,12 +193,11 @@ class Scheduler:
                 self._metrics.refuse("timeout")
                 gone.fail(TimedOut("the request waited for a slot until its time was over"))
         for slot in self._slots:
-            job, running = slot.job, slot.running
-            if job is None or running is None:
+            if slot.job is None or slot.running is None:
                 continue
-            if job.is_cancelled:
-                self._handle(slot, list(self._decoder.finish(running, "cancelled")))
-            elif job.deadline_s <= now_s:
+            if slot.job.is_cancelled:
+                self._handle(slot, list(self._decoder.finish(slot.running, "cancelled")))
+            elif slot.job.deadline_s <= now_s:
                 self._fail(slot, TimedOut("the answer was not finished in time"))
 
     def _admit(self) -> None:

@@ -1,0 +1,170 @@
+"""One load, held until it is measured: warm-up, the steady window, and the answers that are still on their way.
+
+A closed loop keeps exactly so many requests in flight: each is followed at once by another, but for a short pause
+after a failure, lest a server that refuses is asked thousands of times a second. An open loop sends each request when
+it arrives, however many are in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from specli.config import MOST_IN_FLIGHT
+from specli.load.arrivals import poisson
+from specli.load.prompts import Ask
+from specli.load.records import Record, StepRun
+from specli.load.window import Extent, Window
+
+TICK_S = 0.05
+_TICKS_SHOWN = 5  # from one showing of the progress to the next, which costs time that is being measured
+AFTER_FAILURE_S = 0.1
+HOPELESS = 8  # failures, at least, before a load on which nothing works is given up
+
+
+class Asker(Protocol):
+    """What a step needs of the client."""
+
+    async def ask(self, ask: Ask, due_s: float | None, is_measured: bool) -> Record:
+        """Send and wait for the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A load: requests in flight, or requests/s; and how long it is held."""
+
+    load: float
+    is_open: bool
+    extent: Extent
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a load test tells and asks: the fraction of the step (None: warming up), whether to stop."""
+
+    progress: Callable[[str, float | None], None] = lambda _label, _fraction: None
+    stopped: Callable[[], bool] = lambda: False
+    deadline_s: float | None = None  # on time.monotonic
+
+    def is_over(self) -> bool:
+        """Whether the user or the clock wants an end."""
+        return self.stopped() or (self.deadline_s is not None and time.monotonic() > self.deadline_s)
+
+
+async def run_step(asker: Asker, step: Step, asks: Iterator[Ask], watch: Watch, label: str = "") -> StepRun:
+    """Run ``step`` to its end, or until ``watch`` is over, when what is in flight is dropped."""
+    running = _Running(asker, step, asks)
+    loop = asyncio.create_task(running.open_loop() if step.is_open else running.closed_loop())
+    lags: list[float] = []
+    stopped = False
+    watch.progress(label, None)
+    while not loop.done():
+        before_s = time.monotonic()
+        await asyncio.wait([loop], timeout=TICK_S)
+        now_s = time.monotonic()
+        lags.append(max(0.0, now_s - before_s - TICK_S))
+        running.window.tick(now_s)
+        if not loop.done() and len(lags) % _TICKS_SHOWN == 0:
+            watch.progress(label, running.window.fraction(now_s))
+        if watch.is_over() and not loop.done():
+            stopped = True
+            running.window.close(now_s)
+            break
+    n_unfinished = running.n_measured_in_flight
+    await _end(loop)
+    window = running.window
+    window.close(time.monotonic())
+    records = tuple(sorted(running.records, key=lambda record: record.due_s))
+    lag_ms = 1000 * float(np.quantile(lags, 0.99)) if lags else None
+    return StepRun(
+        records, window.started_s, window.ended_s, n_unfinished, lag_ms, stopped=stopped, hopeless=running.is_hopeless
+    )
+
+
+async def _end(loop: asyncio.Task[None]) -> None:
+    """Wait for a loop that is done; cancel one that is not. An error in it is ours, and is raised."""
+    if not loop.done():
+        loop.cancel()
+    await asyncio.wait([loop])
+    if not loop.cancelled() and (error := loop.exception()) is not None:
+        raise error
+
+
+class _Running:
+    def __init__(self, asker: Asker, step: Step, asks: Iterator[Ask]) -> None:
+        self._asker, self._step, self._asks = asker, step, asks
+        self.records: list[Record] = []
+        self.window = Window(step.extent, time.monotonic())
+        self.n_measured_in_flight = 0
+        self.is_hopeless = False
+        self._has_success = False
+        self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
+
+    async def closed_loop(self) -> None:
+        """As many workers as requests in flight."""
+        await self._all([asyncio.create_task(self._worker()) for _ in range(int(self._step.load))])
+
+    async def _worker(self) -> None:
+        while (is_measured := self.window.take(time.monotonic())) is not None:
+            record = await self._one(None, is_measured)
+            if record.error is not None:
+                await asyncio.sleep(AFTER_FAILURE_S)
+
+    async def open_loop(self) -> None:
+        """A task for each arrival."""
+        tasks: set[asyncio.Task[None]] = set()
+        begun_s = self.window.begun_s
+        try:
+            for offset_s in poisson(self._step.load, np.random.default_rng([self._step.seed, 2])):
+                due_s = begun_s + offset_s
+                if not await self._wait_until(due_s) or (is_measured := self.window.take(due_s)) is None:
+                    break
+                task = asyncio.create_task(self._arrived(due_s, is_measured))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
+        await self._all(list(tasks))
+
+    async def _wait_until(self, due_s: float) -> bool:
+        """False when the window ended first."""
+        while (left_s := due_s - time.monotonic()) > 0:
+            if self.window.ended_s is not None:
+                return False
+            await asyncio.sleep(min(left_s, TICK_S))
+        return True
+
+    async def _arrived(self, due_s: float, is_measured: bool) -> None:
+        async with self._slots:
+            await self._one(due_s, is_measured)
+
+    async def _one(self, due_s: float | None, is_measured: bool) -> Record:
+        self.n_measured_in_flight += is_measured
+        record = await self._asker.ask(next(self._asks), due_s, is_measured)
+        self.n_measured_in_flight -= is_measured
+        self.records.append(record)
+        self.window.note_end(record.ended_s)
+        self._has_success = self._has_success or record.error is None
+        patience = max(HOPELESS, 0 if self._step.is_open else 2 * int(self._step.load))
+        if not self._has_success and len(self.records) >= patience:
+            self.is_hopeless = True
+            self.window.close(record.ended_s)
+        return record
+
+    async def _all(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Wait for ``tasks``; cancelled, cancel them."""
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
