@@ -23,6 +23,7 @@ _ABOUT = "Exact speculative decoding for GGUF models: faster, never other words.
 # command that was asked for is imported, so that asking for help costs no more than a bare Typer program.
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "run": ("run", "run", "Complete a prompt, or chat, faster with a draft, with the target's own words."),
+    "serve": ("serve", "serve", "Serve a target and its drafter to OpenAI-compatible clients."),
     "bench": ("bench", "bench", "Measure what speculation does to your model, prompts and machine."),
     "selftest": ("selftest", "selftest", "Prove on your own files and machine that speculation changes nothing."),
     "plan": ("plan", "plan", "Tell whether target and draft fit the memory at hand."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from specli import __version__
 from specli.events import FinishReason, RoundDone
@@ -29,6 +29,7 @@ class Metrics:
 
     def __init__(self, k_max: int, n_slots: int) -> None:
         """``k_max``: the longest draft, tokens."""
+        disable_created_metrics()  # a second series for each, which nothing here reads
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:

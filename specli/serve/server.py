@@ -34,14 +34,13 @@ class _Server(uvicorn.Server):
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A listening socket. Raises ``ConfigError`` where there is none to be had."""
+    """A socket to listen with, once there is something to answer. Raises ``ConfigError``."""
     is_v6 = ":" in options.host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((options.host, options.port))
-        made.listen(128)
     except OSError as error:
         made.close()
         reason = error.strerror or str(error)
