@@ -37,6 +37,7 @@ from specli.render.bench import TITLES, label
 from specli.sampling import Sampler
 from specli.session import Session
 from specli.verify import make_verifier
+from tests import bench_serve
 from tests.inflate import inflate
 from tests.memory_sizes import allocated, planned
 
@@ -218,9 +219,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
     parser.add_argument("-n", type=int, default=96, help="tokens per run")
+    parser.add_argument("--turns", type=int, default=7, help="turns for the table of answers at a time")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("memory", "ratios", "speed"), help="one part of it")
+    parser.add_argument("--only", choices=("memory", "ratios", "speed", "serve"), help="one part of it")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
@@ -239,6 +241,10 @@ def main() -> None:
         if options.only in (None, "speed"):
             rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
             parts["speed"] = f"`make bench`, {options.n} tokens a run, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
+        if options.only in (None, "serve"):
+            rows = "\n".join(bench_serve.throughput(target, draft, options.n, options.turns))
+            gaps = "\n".join(f"- {line}" for line in bench_serve.stalls(target, draft))
+            parts["serve"] = f"`make bench` on {where}\n\n{bench_serve.HEAD}\n{rows}\n\n{gaps}\n"
     for name, text in parts.items():
         print(text)
         README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
