@@ -450,6 +450,15 @@ def test_a_bound_on_tpot_decides_what_a_prompt_gets_and_who_comes_in():
     assert Pace().may_admit(100)
 
 
+def test_a_bound_on_ttft_hurries_a_prompt_that_can_still_keep_it():
+    pace = Pace(Sla(ttft_ms=1000))
+    pace.observe_chunk(1000, 1.0)  # 1 ms per token
+    pace.observe_round(1, 1, 0.02)
+    assert pace.chunk(1, 512, n_left=100, waited_s=0.0) == 40, "there is time enough"
+    assert pace.chunk(1, 512, n_left=500, waited_s=0.4) in (100, 101)  # 5 chunks and rounds in the 600 ms that are left
+    assert pace.chunk(1, 512, n_left=500, waited_s=0.6) == 40, "too late: nobody else need suffer"
+
+
 def test_the_last_minute_decides_whether_a_bound_is_broken():
     pace = Pace(Sla(ttft_ms=100))
     assert pace.p95(0.0) == (None, None)
