@@ -27,7 +27,9 @@ import specli as package
 from specli.chat import Message
 from specli.cli import arguments, values
 from specli.cli.arguments import FORMER_FLAGS, LACKING, REMOVED
+from specli.cli.load_flags import LoadFlags
 from specli.cli.main import application
+from specli.cli.serve_flags import ServeFlags
 from specli.config import KvOverride, Lora, ModelOptions, PlacementOptions, TemplateOptions
 from specli.engine.chat_templates import builtin_templates
 from specli.engine.devices import buffer_types, describe_devices, list_devices
@@ -237,9 +239,47 @@ def table(command) -> str:
     return "\n".join(lines)
 
 
+OWN = {"serve": ServeFlags, "load": LoadFlags}  # groups of options that the README lists whole
+
+
+def own_table(group: str) -> str:
+    """The README's table of a group: what only ``serve``, or only ``bench --url``, has."""
+    command = typer.main.get_command(application()).commands[{"serve": "serve", "load": "bench"}[group]]
+    own = {field.name for field in dataclasses.fields(OWN[group])}
+    lines = ["| option | variable | default | meaning |", "|---|---|---|---|"]
+    for param in command.params:
+        if param.name not in own:
+            continue
+        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+        variable = f"`{param.envvar}`" if param.envvar else ""
+        is_shown = param.default not in (None, False) and not param.is_flag
+        default = f"`{param.default}`" if is_shown else "on" if param.is_flag and param.default else ""
+        lines.append(f"| {names} | {variable} | {default} | {param.help.rstrip('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_own_tables(text: str) -> str:
+    """``text`` with the tables of groups as they should be."""
+    for group in OWN:
+        text, n = re.subn(
+            rf"(<!-- options: {group} -->\n).*?(<!-- end -->)",
+            lambda found, group=group: found[1] + own_table(group) + found[2],
+            text,
+            flags=re.DOTALL,
+        )
+        assert n == 1, group
+    return text
+
+
 def test_the_readme_has_the_table_of_options(command):
     """To renew it: ``PYTHONPATH=.:tests python tests/test_options.py``."""
     assert table(command) in README.read_text("utf-8")
+
+
+def test_the_readme_has_the_tables_of_groups():
+    """To renew them: as above."""
+    text = README.read_text("utf-8")
+    assert with_own_tables(text) == text
 
 
 # -- command lines
@@ -810,6 +850,5 @@ if __name__ == "__main__":
     text = README.read_text("utf-8")
     old = re.search(r"\| option \| variable \| default \|\n(\|.*\n)+", text)
     assert old is not None
-    README.write_text(
-        text.replace(old[0], table(typer.main.get_command(application()).commands["run"]) + "\n"), "utf-8"
-    )
+    text = text.replace(old[0], table(typer.main.get_command(application()).commands["run"]) + "\n")
+    README.write_text(with_own_tables(text), "utf-8")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
+import specli as package
 from specli.cli.option_groups import make_option
 from specli.cli.prompt import read_text_file
 from specli.cli.values import seconds
@@ -15,10 +18,21 @@ from specli.errors import ConfigError
 
 SERVER, LIMITS, PROMISES = "Server", "Limits", "Latency"
 _API_KEY = "LLAMA_API_KEY"
+OPERATIONS = Path(package.__file__).parent / "data" / "serve"
 
 
 def _option(panel: str, *names: str, help: str, env: str | None = None, metavar: str | None = None) -> Any:  # noqa: ANN401
     return make_option(*names, panel=panel, help=help, env=env, metavar=metavar)
+
+
+def _print_operations_file(name: str | None) -> None:
+    if name is None:
+        return
+    files = {path.name: path for path in sorted(OPERATIONS.iterdir())}
+    if name not in files:
+        raise ConfigError(f"--operations-file got {name!r}, expected one of {', '.join(files)}")
+    typer.echo(files[name].read_text("utf-8"), nl=False)
+    raise typer.Exit
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,17 @@ class ServeFlags:
     log_prompts: Annotated[
         bool, _option(SERVER, "--log-prompts", help="Prompts and answers in the log, which has none otherwise.")
     ] = ServeOptions.log_prompts
+    operations_file: Annotated[
+        str | None,
+        typer.Option(
+            "--operations-file",
+            callback=_print_operations_file,
+            is_eager=True,
+            rich_help_panel=SERVER,
+            metavar="NAME",
+            help="Print alerts.yml, grafana.json, prometheus.yml, specli.service or Containerfile, and exit.",
+        ),
+    ] = None
     parallel: Annotated[
         int,
         _option(
