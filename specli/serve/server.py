@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from types import FrameType
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specli.config import ServeOptions
 from specli.errors import ConfigError
@@ -20,6 +23,48 @@ LOGGER = logging.getLogger("specli.serve")
 _KEEP_ALIVE_S = 75
 
 
+class Protocol(H11Protocol):
+    """A connection. Who takes too long to send a request, or to read an answer, is cut off."""
+
+    arrival_s, stall_s = 60.0, 60.0
+
+    _arriving: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._arriving = self.loop.call_later(self.arrival_s, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._arriving = self._arriving or self.loop.call_later(self.arrival_s, self.transport.abort)
+        elif self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        for timer in (self._arriving, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
 class _Server(uvicorn.Server):
     """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
 
@@ -28,6 +73,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = self.was_forced = True
+            for connection in list(self.server_state.connections):  # or their answers would be waited for
+                connection.loop.call_soon_threadsafe(connection.transport.abort)
         else:
             LOGGER.warning("stopping: answers under way are finished first; once more stops at once")
         self.should_exit = True
@@ -65,6 +112,8 @@ def serve(session: Session, options: ServeOptions, listener: socket.socket) -> b
     scheduler = Scheduler(session, metrics, pace, options.n_queue)
     config = uvicorn.Config(
         make_app(Service(session, scheduler, metrics, options)),
+        http=Protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
