@@ -421,7 +421,7 @@ def _refusal(error: ValidationError) -> Refusal:
     names = [str(part) for part in (*path, last) if part not in _TAGS or (is_extra and part is last)]
     param = ".".join(shortened(name) for name in names) or None
     if is_extra:
-        return Refusal(f"{param} is not supported here; leave it out", param, code="unsupported_parameter")
+        return Refusal(f"{param or repr('')} is not supported here; leave it out", param, code="unsupported_parameter")
     if told["type"] == "missing":
         return Refusal(f"{param} is missing", param, code="missing_required_parameter")
     text = _WORDS.get(told["type"], told["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -65,10 +66,19 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
 
     was_forced = False
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; then tell that clients may come, and signals are understood."""
+        await super().startup(sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -103,8 +113,10 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(session: Session, options: ServeOptions, listener: socket.socket) -> bool:
-    """Answer until a signal; whether what was under way was finished."""
+def assemble(
+    session: Session, options: ServeOptions, ready: Callable[[], None] = lambda: None
+) -> tuple[Server, Scheduler]:
+    """What answers, neither started yet."""
     sla = Sla(options.sla_ttft_ms, options.sla_tpot_ms)
     metrics = Metrics(session.speculation.k, session.engine.n_sequences)
     metrics.set_bounds(sla.ttft_ms, sla.tpot_ms)
@@ -121,12 +133,17 @@ def serve(session: Session, options: ServeOptions, listener: socket.socket) -> b
         timeout_keep_alive=_KEEP_ALIVE_S,
         headers=[("Server", "specli")],
     )
-    server = _Server(config)
+    return Server(config, ready), scheduler
+
+
+def serve(
+    session: Session, options: ServeOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None
+) -> bool:
+    """Answer until a signal; whether what was under way was finished. ``ready`` is called when clients may come."""
+    server, scheduler = assemble(session, options, ready)
     scheduler.start()
     try:
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again when it is done
-        pass
     finally:
         scheduler.stop(now=server.was_forced)
     return not server.was_forced
