@@ -76,11 +76,15 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; then tell that clients may come, and signals are understood."""
-        await super().startup(sockets)
+        """See uvicorn; then tell that clients may come, and signals are understood. Raises ``ConfigError``."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two may bind to one port, as long as neither listens
+            raise ConfigError(f"the port cannot be listened at: {error.strerror or error}; give another") from error
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn."""
         if self.should_exit:
             self.force_exit = self.was_forced = True
             for connection in list(self.server_state.connections):  # or their answers would be waited for
