@@ -199,13 +199,13 @@ def test_a_grammar_forgets_the_texts_that_it_has_seen(server, session) -> None:
         return sum(isinstance(one, Grammar) for one in gc.get_objects())
 
     form = {"type": "json_object"}
-    server.chat(response_format=form, max_tokens=4)
+    server.chat(response_format=form, max_tokens=4, seed=9, temperature=2)
     server.wait_idle()
     before = n_states()
     for seed in range(3):
-        server.chat(response_format=form, max_tokens=12, seed=seed)
+        server.chat(response_format=form, max_tokens=16, seed=seed, temperature=2)
     server.wait_idle()
-    assert n_states() <= before + 16  # those of the answer that a slot remembers
+    assert n_states() <= before + 20  # those of the answer that a slot remembers
 
 
 # -- streams, read strictly

@@ -7,6 +7,7 @@ import math
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -256,21 +257,19 @@ def test_keys_come_from_everywhere_once(tmp_path, monkeypatch) -> None:
     assert ServeFlags(cors_origins=" https://a.example , ,*").options().cors_origins == ("https://a.example", "*")
 
 
-@pytest.mark.model
-def test_what_is_logged_while_a_grammar_is_compiled_is_not_caught(start) -> None:
-    """llama.cpp's parser prints to stderr, which is caught meanwhile: for the client that sent the grammar."""
-    with start() as started:
-        form = {"type": "json_schema", "json_schema": {"schema": {"enum": []}}}  # a grammar with a fault in it
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        threads = [
-            threading.Thread(
-                target=httpx.post, args=(f"{started.url}/v1/chat/completions",), kwargs={"json": one, "timeout": HANG_S}
-            )
-            for one in [body, {**body, "response_format": form}] * 10
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert started.end(signal.SIGTERM) == 0
-    assert sum("TTFT" in line for line in started.lines) == 10
+WHILE_CAUGHT = """
+import logging
+from specli.cli.serve import _log_to_stderr
+from specli.engine.grammar import _stderr_of_library
+_log_to_stderr()
+with _stderr_of_library() as written:
+    logging.getLogger("specli.serve").info("an answer to somebody else")
+assert written() == "", written()
+"""
+
+
+def test_what_is_logged_while_a_grammar_is_parsed_is_not_caught(specli: CommandLine) -> None:
+    """llama.cpp's parser prints to stderr, which is caught meanwhile, for the client that sent the grammar."""
+    argv = [sys.executable, "-c", WHILE_CAUGHT]
+    done = subprocess.run(argv, capture_output=True, env=specli.environment(), timeout=HANG_S, check=True)
+    assert b"an answer to somebody else" in done.stderr

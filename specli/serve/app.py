@@ -1,4 +1,4 @@
-"""The interface: routes, limits, and what becomes of errors.
+"""The interface: routes, and what becomes of errors.
 
 Errors before the first token are HTTP errors, also of a stream, which is only opened when its first token is there;
 later ones are ``data: {"error": ...}``. A client that goes away cancels its own answers and nobody else's.

@@ -70,7 +70,10 @@ class Job:
 
 
 class Mailbox:
-    """Events of one job on their way from the engine's thread to a coroutine."""
+    """Events of one job on their way from the engine's thread to a coroutine.
+
+    Bounded by the answer, however slow its reader: a few events per round, and no more rounds than the context holds.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
