@@ -81,6 +81,30 @@ def measure(
     return shifts
 
 
+def together(alone: Engine, shared: Engine, tokens: Sequence[int], length: int, width: int) -> Shift:
+    """How far logits move when a pass of ``width`` tokens holds all sequences of ``shared``, which must be empty.
+
+    Each has another text of ``length`` tokens, and is compared with one-token passes of ``alone``, an engine of one
+    sequence. Both are left empty.
+    """
+    each = max(1, width // shared.n_sequences)
+    slices, narrow = list[Slice](), list[Rows]()
+    for sequence in range(shared.n_sequences):
+        text = [*tokens[sequence:], *tokens[:sequence]]
+        alone.rollback(0, 0)
+        for engine, own in ((alone, 0), (shared, sequence)):
+            _feed(engine, text, length, own)
+        for position in range(length, length + each):
+            row = alone.evaluate([Slice(0, [text[position]], position, 1)]).rows[0]
+            narrow.append(row.copy())
+        slices.append(Slice(sequence, text[length : length + each], length, each))
+    wide = np.concatenate([rows.copy() for rows in shared.evaluate(slices).rows])
+    for sequence in range(shared.n_sequences):
+        shared.rollback(sequence, 0)
+    alone.rollback(0, 0)
+    return shift(np.concatenate(narrow), wide)
+
+
 def pass_ratio(engine: Engine, other: Engine, tokens: Sequence[int], length: int, n: int = 8) -> float:
     """Time of a one-token pass of ``engine`` / of ``other``, behind ``length`` tokens, medians of ``n`` in turn."""
     times: dict[int, list[float]] = {0: [], 1: []}
@@ -130,9 +154,10 @@ def sample_tokens(tokenize: Callable[[str], Sequence[int]], n: int) -> list[int]
     return (tokens * (n // len(tokens) + 1))[:n]
 
 
-def _feed(engine: Engine, tokens: Sequence[int], length: int) -> None:
-    """Bring sequence 0 to the first ``length`` of ``tokens``, in chunks as a prompt is fed."""
-    if engine.n_past(0) > length:
-        engine.rollback(0, length)
-    while (start := engine.n_past(0)) < length:
-        engine.evaluate([Slice(0, tokens[start : min(length, start + engine.n_batch)], start, 0)], interruptible=True)
+def _feed(engine: Engine, tokens: Sequence[int], length: int, sequence: int = 0) -> None:
+    """Bring ``sequence`` to the first ``length`` of ``tokens``, in chunks as a prompt is fed."""
+    if engine.n_past(sequence) > length:
+        engine.rollback(sequence, length)
+    while (start := engine.n_past(sequence)) < length:
+        chunk = tokens[start : min(length, start + engine.n_batch)]
+        engine.evaluate([Slice(sequence, chunk, start, 0)], interruptible=True)

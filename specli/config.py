@@ -158,6 +158,7 @@ class ModelOptions:
     load_mode: str = "auto"  # -lm
     warmup: bool = True  # --warmup, --no-warmup
     n_sequences: int = 1  # -np: texts at a time, each with a context of n_ctx tokens
+    kv_unified: bool = True  # their caches are one; apart, ragged batches take several passes (a quarter slower)
     name: str = ""  # what messages call the model; the file's name when empty
 
     def __post_init__(self) -> None:

@@ -4,13 +4,16 @@ Candidates are tried in order of what they are likely to cost: the settings as g
 caches, with one thread for one-token passes. Each is measured (``bits``) at every width up to 17 tokens, at a few
 lengths. What was found is kept per file, settings and library, so that only the first load pays for it.
 
+With several sequences, a pass that holds all of them must also give each the logits that it gets alone; their caches
+are kept apart then, since in a shared one a text's tokens lie in whatever order cells became free.
+
 The choice does not look at the draft: with none, or with another, the same settings are chosen, and so the same text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,13 +91,24 @@ def settle(
     with ExitStack() as stack:
         tried: list[_Tried] = []
         for words, changed in (every := list(candidates(options))):
-            engine = open_engine(_changed(options, {**changed, "n_ctx": lengths[-1] + width}), width)
+            short = _changed(options, {**changed, "n_ctx": lengths[-1] + width})
+            engine = open_engine(replace(short, n_sequences=1), width)
             stack.callback(engine.close)
             report = partial(_part, progress, len(tried), len(every))
-            tried.append(_Tried(words, changed, engine, *_check(engine, tokens, lengths, report)))
+            widest, moved = _check(engine, tokens, lengths, report)
+            if options.n_sequences > 1 and widest > 1:
+                with closing(open_engine(short, max(widest, options.n_sequences))) as shared:
+                    moved = bits.together(engine, shared, tokens, lengths[-1], widest)
+                widest = widest if moved.is_identical else 1
+            tried.append(_Tried(words, changed, engine, widest, moved))
             if tried[-1].widest == bits.MAX_WIDTH:
                 break
         best = max(tried, key=lambda one: one.widest)
+        if best.widest < options.n_sequences:
+            raise ConfigError(
+                f"--exact with -np {options.n_sequences}: passes of up to {best.widest} tokens are exact here, and "
+                "each answer under way needs one; give a smaller -np"
+            )
         if best.widest < 2:
             raise ConfigError(_refusal(options.label, tried))
         is_given = best is tried[0]

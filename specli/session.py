@@ -90,10 +90,12 @@ class Session:
             self._check_draft(header, draft)
         target, draft = self._fit(settings.target, draft, k_max)
         self.model = self._load_model(target)
+        n_rows = target.n_rows(k_max)
         if settings.exact:
-            target, k_max = self._settle(target, k_max)
+            target, widest = self._settle(target)
+            k_max, n_rows = min(k_max, widest - 1), min(n_rows, widest)
         self.target_options = target  # as loaded: memory and --exact settled
-        self.engine = self._make_engine(self.model, target, target.n_rows(k_max))
+        self.engine = self._make_engine(self.model, target, n_rows)
         self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
         self.sampler = make_sampler(settings.sampling, self.model, self._pieces_once)
@@ -113,15 +115,15 @@ class Session:
             expectation=self._expectation,
         )
 
-    def _settle(self, target: ModelOptions, k_max: int) -> tuple[ModelOptions, int]:
-        """``--exact``: settings that were proved exact, and the longest draft under them."""
+    def _settle(self, target: ModelOptions) -> tuple[ModelOptions, int]:
+        """``--exact``: settings that were proved exact, and the tokens that one pass may hold under them."""
         from specli import bits, exact
         from specli.engine.llama import LlamaEngine, library_build
         from specli.engine.parameters import context_length
 
         model, hooks = self.model, self._hooks
         n_ctx = context_length(target.n_ctx, model.n_ctx_train)
-        target = replace(target, n_ctx=n_ctx)
+        target = replace(target, n_ctx=n_ctx, kv_unified=False)
         alike = replace(target, n_ctx=min(n_ctx, bits.LENGTHS[-1] + bits.MAX_WIDTH), path=Path(), name="")
         proof = exact.settle(
             target,
@@ -131,7 +133,7 @@ class Session:
             lambda fraction: hooks.progress("checking exactness", fraction),
         )
         hooks.notice(proof.words())
-        return proof.apply(target), min(k_max, proof.widest - 1)
+        return proof.apply(target), proof.widest
 
     def verifier_for(self, sampling: SamplingOptions) -> Verifier:
         """Who draws and judges under other sampling settings than the session's. Raises ``ConfigError``."""

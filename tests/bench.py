@@ -29,14 +29,25 @@ from specli.bench.measure import Watch, measure
 from specli.bench.report import Cell
 from specli.bench.runner import Runner
 from specli.bench.workloads import built_in
+from specli.chat import Message
 from specli.cli.models import prepare_source
-from specli.config import BenchOptions, ModelOptions, SamplingOptions, Settings, SpeculationOptions
+from specli.config import (
+    BenchOptions,
+    GenerationOptions,
+    ModelOptions,
+    SamplingOptions,
+    Settings,
+    SpeculationOptions,
+)
 from specli.drafters.base import EMPTY, SequenceState
 from specli.drafters.ngram import NgramDrafter
+from specli.events import RoundDone, Text
 from specli.render.bench import TITLES, label
 from specli.sampling import Sampler
 from specli.session import Session
+from specli.stats import Stats
 from specli.verify import make_verifier
+from tests import bench_serve
 from tests.inflate import inflate
 from tests.memory_sizes import allocated, planned
 
@@ -218,9 +229,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
     parser.add_argument("-n", type=int, default=96, help="tokens per run")
+    parser.add_argument("--turns", type=int, default=7, help="turns for the table of answers at a time")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("memory", "ratios", "speed"), help="one part of it")
+    parser.add_argument("--only", choices=("memory", "ratios", "speed", "serve", "regimes"), help="one part of it")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
@@ -239,6 +251,13 @@ def main() -> None:
         if options.only in (None, "speed"):
             rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
             parts["speed"] = f"`make bench`, {options.n} tokens a run, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
+        if options.only in (None, "regimes"):
+            rows = "\n".join(regimes(large, draft, 120))
+            parts["regimes"] = f"`make bench` on {where}\n\n{_REGIMES_HEAD}\n{rows}\n"
+        if options.only in (None, "serve"):
+            rows = "\n".join(bench_serve.throughput(target, draft, options.n, options.turns))
+            gaps = "\n".join(f"- {line}" for line in bench_serve.stalls(target, draft))
+            parts["serve"] = f"`make bench` on {where}\n\n{bench_serve.HEAD}\n{rows}\n\n{gaps}\n"
     for name, text in parts.items():
         print(text)
         README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
@@ -264,6 +283,46 @@ def memory(target: Path, large: Path, draft: Path) -> Iterator[str]:
                 yield f"| {title} | {kind}, {name} | {plan[kind, name] / 100:.2f} | {real[kind, name] / 100:.2f} |"
 
 
+REGIMES = (
+    ("prose", "Write a short story about a lighthouse keeper who finds a letter."),
+    ("code", "Write a Python class for a bank account with deposit, withdraw and a list of transactions."),
+    ("a copied list", "Repeat this list exactly, nothing else:\n{items}"),
+)
+_ITEMS = "\n".join(
+    f"- item {i}: {name}, {17 * i % 100} pieces" for i, name in enumerate(("rope", "lamp", "oil", "sail") * 4)
+)
+_BARS = "·▁▂▃▄▅▆▇█"  # 0 to 8 tokens and more
+
+
+def regimes(target: Path, draft: Path, n_predict: int) -> Iterator[str]:
+    """How the controller follows a text that changes its kind: three turns of one conversation, one mark per round."""
+    options, greedy = ModelOptions(path=target, n_ctx=4096), SamplingOptions(temperature=0)
+    with Session(Settings(options, ModelOptions(path=draft), greedy)) as session:
+        history: list[Message] = []
+        for name, text in REGIMES:
+            history.append(Message("user", text.format(items=_ITEMS)))
+            stats, parts, marks, kinds = Stats(), list[str](), list[int](), list[str]()
+            for event in session.generate(session.chat_ids(history), GenerationOptions(n_predict), reuse=True):
+                stats.observe(event)
+                if isinstance(event, RoundDone) and session.controller is not None:
+                    marks.append(event.sequences[0].proposed)
+                    kinds.append(session.controller.record.state)
+                elif isinstance(event, Text):
+                    parts.append(event.text)
+            history.append(Message("assistant", "".join(parts)))
+            shares = {kind: kinds.count(kind) / len(kinds) for kind in ("draft", "n-gram")}
+            drafted = [k for k in marks if k]
+            yield (
+                f"| {name} | {len(marks)} | {shares['draft']:.0%} | {shares['n-gram']:.0%} | "
+                f"{statistics.mean(drafted) if drafted else 0:.1f} | {stats.block_efficiency or 1:.2f} | "
+                f"`{''.join(_BARS[min(k, 8)] for k in marks)}` |"
+            )
+
+
+_REGIMES_HEAD = (
+    "| text | rounds | by the draft model | by n-gram | mean K | τ | K of each round (· none, █ 8 and more) |\n"
+    "|---|---|---|---|---|---|---|"
+)
 _SPEED_HEAD = (
     "| target | workload | temp | drafter | plain tok/s | tok/s | acceptance | τ | speedup |\n"
     "|---|---|---|---|---|---|---|---|---|"

@@ -22,6 +22,7 @@ from specli.config import (
     ProcessOptions,
     RopeOptions,
     SamplingOptions,
+    ServeOptions,
     Settings,
     SpeculationOptions,
     TemplateOptions,
@@ -40,11 +41,26 @@ OPTIONS: dict[type, dict[str, Any]] = {
     SamplingOptions: {},
     SpeculationOptions: {},
     GenerationOptions: {},
+    ServeOptions: {},
 }
 
 # (class, field, flag, refused, taken)
 BOUNDS: list[tuple[type, str, str, list[Any], list[Any]]] = [
+    (ServeOptions, "host", "--host", ["", " "], ["127.0.0.1", "::"]),
+    (ServeOptions, "port", "--port", [-1, 65536], [0, 65535]),
+    (ServeOptions, "alias", "-a", ["", " "], [None, "smollm2"]),
+    (ServeOptions, "api_keys", "--api-key", [("",), ("a b",), ("a\n",), ("schlüssel",)], [(), ("sk-1", "sk-2")]),
+    (ServeOptions, "n_queue", "--queue", [0, -1, 2**17], [1, 2**16]),
+    (ServeOptions, "timeout_s", "-to", [0.0, -1.0, NAN, INF], [0.1, 1e6]),
+    (ServeOptions, "n_predict", "-n", [0, -2, 2**31], [-1, 1]),
+    (ServeOptions, "max_body_bytes", "--max-body", [0, 2**32], [1, 2**31]),
+    (ServeOptions, "max_messages", "--max-messages", [0, 2**21], [1]),
+    (ServeOptions, "max_stops", "--max-stops", [0, 2**11], [1]),
+    (ServeOptions, "max_choices", "--max-choices", [0, 257], [1, 256]),
+    (ServeOptions, "sla_ttft_ms", "--sla-ttft", [0.0, -1.0, NAN, INF], [None, 1.0]),
+    (ServeOptions, "sla_tpot_ms", "--sla-tpot", [0.0, -1.0, NAN, INF], [None, 1.0]),
     (ModelOptions, "n_ctx", "-c", [-1, -5, 2**31], [None, 0, 1, 2**31 - 1]),
+    (ModelOptions, "n_sequences", "-np", [0, -1, 257], [1, 256]),
     (ModelOptions, "n_batch", "-b", [0, -1, 2**31], [1, 32, 2**31 - 1]),
     (ModelOptions, "n_ubatch", "-ub", [0, -1, 2**31], [1, 2**31 - 1]),
     (ModelOptions, "n_threads", "-t", [-2, 513, 2**40], [None, -1, 0, 1, 512]),
@@ -139,7 +155,8 @@ def test_bounds(kind: type, name: str, flag: str, refused: list[Any], taken: lis
 
 
 def test_every_setting_with_a_bound_has_a_case() -> None:
-    free = {"path", "name", "ignore_eos", "special", "fixed", "warmup", "swa_full", "kv_offload"}
+    free = {"path", "name", "ignore_eos", "special", "fixed", "warmup", "swa_full", "kv_offload", "kv_unified"}
+    free |= {"cors_origins", "chunked_prefill", "log_prompts"}
     free |= {"placement", "rope", "kv_overrides", "loras"}  # kinds of their own
     free |= {"dry_breakers", "grammar", "json_schema"}  # texts, judged where they are used
     settings = {(kind, field.name) for kind in OPTIONS for field in dataclasses.fields(kind)}

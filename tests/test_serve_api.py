@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from serving import HANG_S, Serving, events, is_closed, limits, read_response, receive, request, serving, until, user
+from serve_here import HANG_S, Serving, events, is_closed, limits, read_response, receive, request, serving, until, user
 from support import collect, settings
 
 from specli.config import GenerationOptions, TemplateOptions

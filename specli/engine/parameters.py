@@ -139,12 +139,12 @@ def physical_batch(options: ModelOptions, n_ctx: int) -> int:
 def context_params(options: ModelOptions, n_ctx: int, n_rows_max: int) -> llama_cpp.llama_context_params:
     """What a context of ``n_ctx`` tokens for each sequence is made with; ``sizing`` asks for its size with the same.
 
-    Several sequences share one cache (``kv_unified``), or llama.cpp would split ragged batches into several passes.
+    Several sequences share one cache, unless ``kv_unified`` is off.
     """
     params: llama_cpp.llama_context_params = llama_cpp.llama_context_default_params()
     params.n_ctx = n_ctx * options.n_sequences
     params.n_batch = params.n_ubatch = physical_batch(options, n_ctx)
-    params.n_seq_max, params.kv_unified = options.n_sequences, options.n_sequences > 1
+    params.n_seq_max, params.kv_unified = options.n_sequences, options.kv_unified and options.n_sequences > 1
     params.n_outputs_max = n_rows_max
     threads = _threads(options.n_threads, physical_cores())
     params.n_threads, params.n_threads_batch = threads, _threads(options.n_threads_batch, threads)

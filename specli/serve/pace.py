@@ -61,14 +61,27 @@ class Pace:
         if tpot_ms is not None:
             self._tpot.add(at_s, tpot_ms)
 
-    def chunk(self, n_decoding: int, n_batch: int) -> int:
-        """Prompt tokens to evaluate before the next round of ``n_decoding`` sequences, at most ``n_batch``."""
+    def chunk(self, n_decoding: int, n_batch: int, n_left: int = 0, waited_s: float = 0.0) -> int:
+        """Prompt tokens to evaluate before the next round of ``n_decoding`` sequences, at most ``n_batch``.
+
+        ``n_left``: tokens that the oldest prompt lacks; ``waited_s``: for how long its client has waited.
+        """
         if n_decoding == 0 or not self._is_chunked:
             return n_batch
         if self._token_s is None or self._token_s <= 0:
             return min(n_batch, MIN_CHUNK)
         n = int(self._spare_s(n_decoding) / self._token_s)
+        if self.sla.tpot_ms is None:
+            n = max(n, self._urgent(n_decoding, n_left, waited_s))
         return max(min(MIN_CHUNK, n_batch), min(n, n_batch))
+
+    def _urgent(self, n_decoding: int, n_left: int, waited_s: float) -> int:
+        """Tokens per turn by which the oldest prompt still keeps the bound on TTFT; 0 where nothing can or need be."""
+        round_s = self._usual_s(n_decoding)
+        if self.sla.ttft_ms is None or self._token_s is None or round_s is None:
+            return 0
+        spare_s = self.sla.ttft_ms / 1000 - waited_s - n_left * self._token_s  # for the rounds in between
+        return math.ceil(n_left * round_s / spare_s) if spare_s > 0 else 0
 
     def _spare_s(self, n_decoding: int) -> float:
         """Seconds that may pass between two rounds."""

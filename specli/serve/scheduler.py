@@ -271,8 +271,9 @@ class Scheduler:
         feeding = [slot for slot in self._slots if slot.running is not None and slot.running.is_feeding]
         n_decoding = sum(slot.running is not None for slot in self._slots) - len(feeding)
         engine = self._session.engine
-        left = self._chunk(n_decoding)
-        for slot in sorted(feeding, key=lambda slot: slot.used):
+        feeding.sort(key=lambda slot: slot.used)
+        left = self._chunk(n_decoding, feeding)
+        for slot in feeding:
             while left > 0 and slot.running is not None and slot.running.is_feeding:
                 n_before, busy_s = engine.n_past(slot.index), engine.busy_s
                 try:
@@ -286,10 +287,14 @@ class Scheduler:
                 self._metrics.observe_prefill(engine.busy_s - busy_s)
                 self._handle(slot, events)
 
-    def _chunk(self, n_decoding: int) -> int:
+    def _chunk(self, n_decoding: int, feeding: Sequence[_Slot]) -> int:
         """Prompt tokens of this turn; whole batches under ``--exact``, where their cuts must not depend on load."""
-        n_batch = self._session.engine.n_batch
-        return n_batch if self._session.settings.exact else self._pace.chunk(n_decoding, n_batch)
+        engine = self._session.engine
+        if self._session.settings.exact or not feeding or feeding[0].job is None:
+            return engine.n_batch
+        oldest, job = feeding[0], feeding[0].job
+        n_left = len(job.prompt) - engine.n_past(oldest.index)
+        return self._pace.chunk(n_decoding, engine.n_batch, n_left, self._clock() - job.arrived_s)
 
     def _handle(self, slot: _Slot, events: Sequence[Event]) -> None:
         """Pass one answer's events on, and free its slot behind the last one."""

@@ -1,0 +1,478 @@
+"""The engine's thread of a server over the shipped numpy engine: queue, slots, rounds, failures, departures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specli.controller import Controller
+from specli.drafters.adaptive import AdaptiveDrafter
+from specli.drafters.ngram import NgramDrafter
+from specli.engine.table import TableEngine, random_logits
+from specli.errors import DeadEnd, EngineError, SpecError
+from specli.events import Event, Failed, Finished, PrefillDone, RoundDone, Text
+from specli.sampling import Sampler
+from specli.serve.job import Job, QueueFull, TimedOut, Unavailable
+from specli.serve.metrics import Metrics
+from specli.serve.pace import Pace, Sla
+from specli.serve.scheduler import Scheduler
+from specli.verify import make_verifier
+
+V, WAIT_S = 12, 60.0
+LOGITS = random_logits(V, 1)
+GREEDY = make_verifier("greedy", Sampler(temperature=0, top_k=0, top_p=1, min_p=0))
+
+
+class Client:
+    """Collects what a job delivers. ``on_event`` runs in the engine's thread, while it is between two passes."""
+
+    def __init__(
+        self, prompt: Sequence[int], on_event: Callable[[Event], None] = lambda _event: None, **options
+    ) -> None:
+        self.events: list[Event] = []
+        self.ended = threading.Event()
+        self._on_event = on_event
+        now_s = time.perf_counter()
+        values = {
+            "id": "a",
+            "prompt": list(prompt),
+            "verifier": GREEDY,
+            "seed": None,
+            "max_tokens": 8,
+            "stops": (),
+            "end_ids": frozenset(),
+            "n_logprobs": None,
+            "reuse": True,
+            "arrived_s": now_s,
+            "deadline_s": now_s + 1000,
+            "deliver": self.take,
+        }
+        self.job = Job(**{**values, **options})
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            self._on_event(event)
+            if isinstance(event, Finished | Failed):
+                self.ended.set()
+
+    def wait(self) -> Client:
+        assert self.ended.wait(WAIT_S)
+        return self
+
+    @property
+    def error(self) -> SpecError:
+        found = [event.error for event in self.events if isinstance(event, Failed)]
+        assert len(found) == 1
+        return found[0]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        (finished,) = [event for event in self.events if isinstance(event, Finished)]
+        return finished.tokens
+
+    @property
+    def n_reused(self) -> int:
+        return next(event.n_reused for event in self.events if isinstance(event, PrefillDone))
+
+
+@pytest.fixture
+def server():
+    """A started scheduler: ``server(n_slots=2)``; ``.engine`` is its engine."""
+    made: list[Scheduler] = []
+
+    def make(
+        n_slots: int = 2,
+        n_queue: int = 8,
+        engine: TableEngine | None = None,
+        pace: Pace | None = None,
+        start=True,
+        **options,
+    ) -> Scheduler:
+        engine = engine or TableEngine(LOGITS, V, n_sequences=n_slots, **{"n_ctx": 200, **options})
+        controller = Controller(4)
+        drafter = AdaptiveDrafter(controller, None, NgramDrafter(min_hit_rate=0.2))
+        session = SimpleNamespace(
+            engine=engine,
+            drafter=drafter,
+            verifier=GREEDY,
+            controller=controller,
+            model=SimpleNamespace(piece=lambda token: bytes([65 + token])),
+            speculation=SimpleNamespace(k=4),
+            settings=SimpleNamespace(exact=False),
+        )
+        scheduler = Scheduler(session, Metrics(4, n_slots), pace or Pace(), n_queue)
+        scheduler.engine = engine
+        made.append(scheduler)
+        if start:
+            scheduler.start()
+        return scheduler
+
+    yield make
+    for scheduler in made:
+        if scheduler._thread.is_alive():
+            scheduler.stop(now=True)
+
+
+def ask(scheduler: Scheduler, *clients: Client) -> None:
+    for client in clients:
+        scheduler.submit([client.job])
+
+
+def solo(prompt: Sequence[int], n: int = 8) -> tuple[int, ...]:
+    """Plain greedy decoding."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(LOGITS(tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def value(scheduler: Scheduler, name: str) -> float:
+    """One sample of what /metrics says."""
+    lines = scheduler.exposition().decode().splitlines()
+    (found,) = [line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")]
+    return float(found)
+
+
+def test_more_requests_than_slots_each_get_what_they_get_alone(server):
+    scheduler = server(n_slots=3, n_queue=50)
+    prompts = [[i % V, 3 * i % V, 5, i // 3] for i in range(20)]
+    clients = [Client(prompt, max_tokens=5 + i) for i, prompt in enumerate(prompts)]
+    ask(scheduler, *clients)
+    for i, (client, prompt) in enumerate(zip(clients, prompts, strict=True)):
+        assert client.wait().tokens == solo(prompt, 5 + i)
+    assert value(scheduler, 'specli_requests_finished_total{reason="length"}') == 20
+    assert value(scheduler, "specli_generation_tokens_total") == sum(5 + i for i in range(20))
+    assert value(scheduler, "specli_prompt_tokens_total") == 80
+    assert value(scheduler, "specli_requests_running") == value(scheduler, "specli_requests_waiting") == 0
+
+
+def test_sequences_share_passes(server):
+    """Continuous batching: two answers of 30 tokens take far fewer rounds than 60."""
+    scheduler = server(n_slots=2, start=False)
+    first, second = Client([1, 2], max_tokens=30), Client([3, 4], max_tokens=30)
+    ask(scheduler, first, second)
+    scheduler.start()
+    first.wait(), second.wait()
+    rounds = [event for event in first.events if isinstance(event, RoundDone)]
+    assert sum(len(event.sequences) == 2 for event in rounds) >= 10
+    assert first.tokens == solo([1, 2], 30)
+    assert second.tokens == solo([3, 4], 30)
+
+
+def test_the_text_is_delivered_as_it_comes(server):
+    scheduler = server()
+    client = Client([1, 2, 3], max_tokens=6)
+    ask(scheduler, client)
+    client.wait()
+    text = "".join(event.text for event in client.events if isinstance(event, Text))
+    assert text == "".join(chr(65 + token) for token in solo([1, 2, 3], 6))
+    assert isinstance(client.events[0], PrefillDone)
+
+
+def test_a_prompt_that_goes_on_is_evaluated_from_where_it_differs(server):
+    scheduler = server(n_slots=2)
+    first = Client([1, 2, 3, 4])
+    ask(scheduler, first)
+    answer = first.wait().tokens
+    other = Client([9, 9])
+    ask(scheduler, other)
+    other.wait()
+    again = Client([1, 2, 3, 4, *answer, 7])
+    ask(scheduler, again)
+    assert again.wait().n_reused == 4 + len(answer) - 1  # an answer's last token was never evaluated
+    assert again.tokens == solo([1, 2, 3, 4, *answer, 7])
+    assert value(scheduler, "specli_prompt_tokens_cached_total") == again.n_reused
+
+
+def test_without_reuse_everything_is_evaluated(server):
+    scheduler = server(n_slots=1)
+    for _ in range(2):
+        client = Client([1, 2, 3, 4], reuse=False)
+        ask(scheduler, client)
+        assert client.wait().n_reused == 0
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(server):
+    scheduler = server(n_slots=1, n_queue=2, start=False)
+    clients = [Client([i]) for i in range(3)]  # one for the slot, two that wait
+    ask(scheduler, *clients)
+    with pytest.raises(QueueFull, match="3 requests are waiting already") as found:
+        scheduler.submit([Client([9]).job])
+    assert 1 <= found.value.retry_after_s <= 600
+    scheduler.start()
+    for client in clients:
+        client.wait()
+    late = Client([9])
+    ask(scheduler, late)
+    assert late.wait().tokens == solo([9])
+
+
+def test_jobs_of_one_request_are_queued_together_or_not_at_all(server):
+    scheduler = server(n_slots=1, n_queue=2, start=False)
+    with pytest.raises(QueueFull):
+        scheduler.submit([Client([i]).job for i in range(4)])
+    assert scheduler.n_waiting == 0
+
+
+def test_a_client_that_leaves_frees_its_slot_and_touches_nobody(server):
+    scheduler = server(n_slots=2)
+
+    def leave(event: Event) -> None:
+        if isinstance(event, Text):
+            gone.job.cancel()
+
+    gone, stays = Client([1, 2], leave, max_tokens=150), Client([3, 4], max_tokens=40)
+    ask(scheduler, gone, stays)
+    assert stays.wait().tokens == solo([3, 4], 40)
+    n_given = len(gone.wait().tokens)
+    assert 1 <= n_given <= 11, "a round more than what it had when it left"
+    assert value(scheduler, "specli_requests_aborted_total") == 1
+
+
+def test_queued_clients_that_leave_are_never_begun(server):
+    scheduler = server(n_slots=1, start=False)
+    gone = [Client([i]) for i in range(5)]
+    last = Client([9])
+    ask(scheduler, *gone, last)
+    for client in gone:
+        client.job.cancel()
+    scheduler.start()
+    assert last.wait().tokens == solo([9])
+    assert not any(client.events for client in gone)
+    assert value(scheduler, "specli_requests_aborted_total") == 5
+    assert value(scheduler, "specli_prompt_tokens_total") == 1
+
+
+def test_a_client_that_leaves_during_its_prompt_stops_at_the_next_batch(server):
+    class Watched(TableEngine):
+        def evaluate(self, slices, interruptible=False):
+            if slices[0].sequence == 0 and slices[0].start == 16:
+                gone.job.cancel()
+            return super().evaluate(slices, interruptible)
+
+    engine = Watched(LOGITS, V, n_ctx=200, n_batch=16, n_sequences=2)
+    scheduler = server(engine=engine, start=False)
+    gone = Client([i % V for i in range(160)])
+    ask(scheduler, gone)
+    scheduler.start()
+    gone.wait()
+    assert gone.tokens == ()
+    assert max(start for start, _length in engine.batches) == 16
+
+
+def test_a_job_that_was_not_finished_in_time_fails_alone(server):
+    scheduler = server(n_slots=2)
+    late = Client([1, 2], deadline_s=time.perf_counter(), max_tokens=100)
+    fine = Client([3, 4], max_tokens=20)
+    ask(scheduler, late, fine)
+    assert isinstance(late.wait().error, TimedOut)
+    assert fine.wait().tokens == solo([3, 4], 20)
+    assert value(scheduler, 'specli_requests_refused_total{kind="timeout"}') == 1
+
+
+class Broken:
+    """A verifier that fails from the third token on."""
+
+    name, is_sampled, sampler = "broken", False, GREEDY.sampler
+
+    def choose(self, row, sequence, drafted, state):
+        return GREEDY.choose(row, sequence, drafted, state)
+
+    def verify(self, draft, rows, sequence):
+        if len(sequence.tokens) > 4:
+            raise DeadEnd("the grammar allows no token")
+        return GREEDY.verify(draft, rows, sequence)
+
+
+def test_an_answer_that_fails_takes_nobody_down(server):
+    scheduler = server(n_slots=2, start=False)
+    broken, fine = Client([1, 2], verifier=Broken(), max_tokens=50), Client([3, 4], max_tokens=50)
+    ask(scheduler, broken, fine)
+    scheduler.start()
+    assert isinstance(broken.wait().error, DeadEnd)
+    assert fine.wait().tokens == solo([3, 4], 50)
+    again = Client([1, 2])
+    ask(scheduler, again)
+    assert again.wait().tokens == solo([1, 2])
+
+
+def test_a_failed_pass_fails_its_answers_and_the_next_ones_are_answered(server):
+    class Fragile(TableEngine):
+        n_bad = 1
+
+        def evaluate(self, slices, interruptible=False):
+            if not interruptible and self.n_bad:
+                self.n_bad -= 1
+                raise EngineError("the device was lost")
+            return super().evaluate(slices, interruptible)
+
+    scheduler = server(engine=Fragile(LOGITS, V, n_ctx=200, n_sequences=2), start=False)
+    clients = [Client([1, 2]), Client([3, 4])]
+    ask(scheduler, *clients)
+    scheduler.start()
+    for client in clients:
+        client.wait()
+    assert any(isinstance(event, Failed) for client in clients for event in client.events)
+    again = Client([1, 2])
+    ask(scheduler, again)
+    assert again.wait().tokens == solo([1, 2])
+    assert scheduler.failure is None
+
+
+def test_a_fault_of_ours_is_told_to_everybody_and_to_those_who_come_later(server):
+    class Wrong(TableEngine):
+        def evaluate(self, slices, interruptible=False):
+            raise ZeroDivisionError("a fault")
+
+    scheduler = server(engine=Wrong(LOGITS, V, n_ctx=200, n_sequences=1), start=False)
+    clients = [Client([1]), Client([2])]
+    ask(scheduler, *clients)
+    scheduler.start()
+    for client in clients:
+        assert "ZeroDivisionError: a fault" in str(client.wait().error)
+    with pytest.raises(Unavailable, match="ZeroDivisionError: a fault; restart the server"):
+        scheduler.submit([Client([3]).job])
+
+
+def test_stopping_finishes_what_was_accepted(server):
+    scheduler = server(n_slots=1, start=False)
+    clients = [Client([i], max_tokens=20) for i in range(4)]
+    ask(scheduler, *clients)
+    scheduler.start()
+    scheduler.stop()
+    for i, client in enumerate(clients):
+        assert client.tokens == solo([i], 20)
+    with pytest.raises(Unavailable, match="the server is stopping"):
+        scheduler.submit([Client([1]).job])
+
+
+def test_stopping_at_once_tells_those_who_wait(server):
+    scheduler = server(n_slots=1, start=False)
+    clients = [Client([i], max_tokens=150) for i in range(4)]
+    ask(scheduler, *clients)
+    scheduler._is_killed = True
+    scheduler.start()
+    scheduler.stop(now=True)
+    for client in clients:
+        assert client.wait().events
+    assert isinstance(clients[3].error, Unavailable)
+
+
+def test_prompts_take_turns_with_answers(server):
+    """While one answer is under way, a long prompt goes on in chunks, with rounds between them."""
+    engine = TableEngine(LOGITS, V, n_ctx=400, n_batch=128, n_sequences=2, pass_s=lambda n: 0.001 * n)
+    pace = Pace()
+    pace.observe_chunk(100, 1.0)
+    pace.observe_round(1, 1, 0.1)
+    scheduler = server(engine=engine, pace=pace, start=False)
+    quick, long = Client([1], max_tokens=60), Client([i % V for i in range(300)], max_tokens=2)
+    ask(scheduler, quick, long)
+    scheduler.start()
+    assert quick.wait().tokens == solo([1], 60)
+    assert long.wait().tokens == solo([i % V for i in range(300)], 2)
+    chunks = [length for _start, length in engine.batches if length > 8]
+    assert len(chunks) >= 3
+    assert max(chunks) < 128
+
+
+def test_random_arrivals_departures_and_failures_leave_nothing_behind(server):
+    """200 requests; a third leave at a random moment, some come with a verifier that fails: all counters add up."""
+    rng = np.random.default_rng(5)
+    scheduler = server(n_slots=3, n_queue=1000)
+    clients: list[Client] = []
+    for _ in range(200):
+        fate = rng.random()
+        n = int(rng.integers(1, 30))
+        prompt = rng.integers(0, V, n).tolist()
+        client = Client(
+            prompt,
+            max_tokens=int(rng.integers(0, 20)),
+            verifier=Broken() if fate < 0.1 else GREEDY,
+            reuse=bool(rng.random() < 0.8),
+        )
+        client.prompt, client.leaves = prompt, fate > 0.7
+        clients.append(client)
+        ask(scheduler, client)
+        if client.leaves and rng.random() < 0.5:
+            client.job.cancel()
+            scheduler.wake()
+    for client in clients:
+        if client.leaves:
+            client.job.cancel()
+    scheduler.wake()
+    for client in clients:
+        if not client.leaves:
+            client.wait()
+            if client.job.verifier is GREEDY:
+                assert client.tokens == solo(client.prompt, client.job.max_tokens)
+    scheduler.stop()
+    assert scheduler.n_running == scheduler.n_waiting == 0
+    finished = sum(
+        value(scheduler, f'specli_requests_finished_total{{reason="{reason}"}}')
+        for reason in ("eos", "stop", "length", "cancelled")
+    )
+    assert finished + value(scheduler, 'specli_requests_refused_total{kind="engine"}') == 200
+    tokens = sum(len(event.tokens) for client in clients for event in client.events if isinstance(event, Finished))
+    assert value(scheduler, "specli_generation_tokens_total") == tokens
+
+
+# -- pace
+
+
+def test_a_prompt_gets_what_the_usual_round_leaves():
+    pace = Pace()
+    assert pace.chunk(0, 512) == 512, "nobody waits for a round"
+    assert pace.chunk(2, 512) == 16, "nothing is known yet"
+    pace.observe_chunk(100, 0.1)  # 1 ms per token
+    pace.observe_round(2, 2, 0.02)
+    assert pace.chunk(2, 512) == 40  # twice the round
+    assert pace.chunk(2, 8) == 8
+    assert Pace(is_chunked=False).chunk(2, 512) == 512
+
+
+def test_a_bound_on_tpot_decides_what_a_prompt_gets_and_who_comes_in():
+    pace = Pace(Sla(tpot_ms=50))
+    assert pace.may_admit(3), "nothing is known yet"
+    pace.observe_chunk(1000, 1.0)
+    pace.observe_round(2, 4, 0.06)  # 2 tokens each: 30 ms per token
+    assert pace.chunk(2, 512) == 40  # 100 ms for two tokens, 60 taken
+    assert pace.foreseen_tpot_ms(2) == pytest.approx(30)
+    pace.observe_round(3, 3, 0.06)
+    assert pace.may_admit(1)
+    assert not pace.may_admit(2)
+    assert pace.may_admit(0), "somebody is always answered"
+    assert Pace().may_admit(100)
+
+
+def test_a_bound_on_ttft_hurries_a_prompt_that_can_still_keep_it():
+    pace = Pace(Sla(ttft_ms=1000))
+    pace.observe_chunk(1000, 1.0)  # 1 ms per token
+    pace.observe_round(1, 1, 0.02)
+    assert pace.chunk(1, 512, n_left=100, waited_s=0.0) == 40, "there is time enough"
+    assert pace.chunk(1, 512, n_left=500, waited_s=0.4) in (100, 101)  # 5 chunks and rounds in the 600 ms that are left
+    assert pace.chunk(1, 512, n_left=500, waited_s=0.6) == 40, "too late: nobody else need suffer"
+
+
+def test_the_last_minute_decides_whether_a_bound_is_broken():
+    pace = Pace(Sla(ttft_ms=100))
+    assert pace.p95(0.0) == (None, None)
+    assert pace.broken(0.0) == {"ttft": False}
+    for i in range(19):
+        pace.observe_answer(float(i), 0.05, 10.0)
+    pace.observe_answer(19.0, 5.0, None)
+    assert pace.p95(20.0) == (pytest.approx(50.0), pytest.approx(10.0))
+    pace.observe_answer(20.0, 5.0, 10.0)
+    assert pace.broken(21.0) == {"ttft": True}
+    assert pace.broken(100.0) == {"ttft": False}, "a minute later nothing of it counts"
+
+
+def test_a_full_queue_is_worth_half_the_answers_before_it():
+    assert Pace().wait_s(8, 4, 10.0) == 10
+    assert Pace().wait_s(0, 4, None) == 1
+    assert Pace().wait_s(10_000, 1, 100.0) == 600
