@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import openai
 import pytest
-from serve_here import HANG_S, Serving, events, is_closed, limits, read_response, receive, request, serving, until, user
+from serve_http import HANG_S, Serving, events, is_closed, limits, read_response, receive, request, serving, until, user
 from support import collect, settings
 
 from specli.config import GenerationOptions, TemplateOptions
 from specli.errors import EngineError
+from specli.exact import Proof
 from specli.session import Session
 
 pytestmark = pytest.mark.model
@@ -44,6 +45,17 @@ def plain(q4_0_path) -> Iterator[Session]:
     options = settings(q4_0_path, model={"n_ctx": N_CTX, "n_batch": 64}, type="none")
     with Session(replace(options, template=TemplateOptions(STRICT))) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def exact(q4_0_path, draft_path) -> Iterator[Session]:
+    """``--exact``, with the settings that its proof finds for this file: who else is answered changes nothing."""
+    proof = Proof({"flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 17, 1.0, (16,))
+    options = settings(q4_0_path, draft_path, model={"n_ctx": N_CTX, "n_sequences": N_SLOTS})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specli.exact.settle", lambda *_arguments: proof)
+        with Session(replace(options, exact=True)) as made:
+            yield made
 
 
 @pytest.fixture(scope="module")
@@ -355,38 +367,42 @@ def test_a_stop_string_never_appears(server) -> None:
 # -- seeds (H15, H17)
 
 
-def test_a_seed_gives_one_text_alone_in_company_and_on_the_command_line(server, specli, q4_0_path, draft_path) -> None:
+def test_a_seed_gives_the_text_of_the_command_line(server, specli, q4_0_path, draft_path) -> None:
     asked = {"temperature": 2, "seed": 42, "max_tokens": 20}
-    alone = [message(server.chat(QUESTION, **asked).json()) for _ in range(2)]
-    others = [server.ask(**ENDLESS, stream=True) for _ in range(3)]
-    until(lambda: server.scheduler.n_running == 3)
-    together = [message(server.chat(QUESTION, **asked).json()) for _ in range(3)]
-    for one in others:
-        one.close()
-    assert len({*alone, *together}) == 1
-    assert alone[0] != message(server.chat(QUESTION, **{**asked, "seed": 43}).json())
+    texts = {message(server.chat(QUESTION, **asked).json()) for _ in range(3)}
     flags = ("-m", q4_0_path, "-md", draft_path, "-t", "1", "-c", str(N_CTX), "-n", "20", "--temp", "2", "-s", "42")
     done = specli("run", *flags, "-p", QUESTION)
     assert done.code == 0, done.err
-    assert done.out.decode().rstrip("\n") == alone[0].rstrip("\n")
+    assert {text.rstrip("\n") for text in texts} == {done.out.decode().rstrip("\n")}
+    assert message(server.chat(QUESTION, **{**asked, "seed": 43}).json()) not in texts
 
 
-def test_a_greedy_answer_is_the_same_in_company(server) -> None:
+def test_a_seed_gives_one_text_alone_and_in_company(exact) -> None:
+    asked = {"temperature": 2, "seed": 42, "max_tokens": 20}
+    with serving(exact) as server:
+        alone = [message(server.chat(QUESTION, **asked).json()) for _ in range(2)]
+        others = [server.ask(**ENDLESS, stream=True, temperature=1.5, seed=i) for i in range(3)]
+        until(lambda: server.scheduler.n_running == 3)
+        together = [message(server.chat(QUESTION, **asked).json()) for _ in range(3)]
+        for one in others:
+            one.close()
+        assert len({*alone, *together}) == 1
+        pairs = [server.chat(n=2, seed=5, temperature=2).json()["choices"] for _ in range(2)]
+        texts = [[choice["message"]["content"] for choice in pair] for pair in pairs]
+        assert texts[0] == texts[1]
+        assert texts[0][0] != texts[0][1]  # several answers under one seed
+
+
+def test_a_greedy_answer_is_the_same_in_company(exact) -> None:
     prompt = "Copy: The cat sat. The cat sat. The cat sat. The cat sat."
-    asked = {"max_tokens": 24, "cache_prompt": False}
-    alone = server.complete(prompt, **asked).json()["choices"][0]["text"]
-    others = [server.ask(**ENDLESS, stream=True, temperature=1.5, seed=i) for i in range(4)]
-    until(lambda: server.scheduler.n_running == N_SLOTS)
-    others.pop(0).close()
-    assert server.complete(prompt, **asked).json()["choices"][0]["text"] == alone
-    for one in others:
-        one.close()
-
-
-def test_several_answers_under_one_seed_differ(server) -> None:
-    texts = [[c["message"]["content"] for c in server.chat(n=2, seed=5, temperature=2).json()["choices"]] for _ in "ab"]
-    assert texts[0] == texts[1]
-    assert texts[0][0] != texts[0][1]
+    with serving(exact) as server:
+        alone = server.complete(prompt, max_tokens=24).json()["choices"][0]["text"]
+        others = [server.ask(**ENDLESS, stream=True, temperature=1.5, seed=i) for i in range(4)]
+        until(lambda: server.scheduler.n_running == N_SLOTS)
+        others.pop(0).close()
+        assert server.complete(prompt, max_tokens=24).json()["choices"][0]["text"] == alone
+        for one in others:
+            one.close()
 
 
 # -- settings
@@ -682,9 +698,9 @@ def test_gone_during_the_prompt(server, session) -> None:
     assert server.complete(max_tokens=2).status_code == 200
 
 
-def test_gone_while_queued(session) -> None:
+def test_gone_while_queued(exact) -> None:
     """M3, M5: nobody else is touched, and the dead take no place."""
-    with serving(session, n_queue=5) as server:
+    with serving(exact, n_queue=5) as server:
         asked = {"max_tokens": 40, "cache_prompt": False, "ignore_eos": True}
         alone = server.complete(STORY, **asked).json()["choices"][0]["text"]
         with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_here import HANG_S, is_closed, request, until
+from serve_http import HANG_S, is_closed, request, until
 from support import CommandLine, settings
 
 from specli.cli.serve_flags import ServeFlags, require_packages
