@@ -17,7 +17,10 @@ from support import collect, settings
 
 from specli.config import GenerationOptions, TemplateOptions
 from specli.errors import EngineError
+from specli.events import Finished
 from specli.exact import Proof
+from specli.serve.app import _failure
+from specli.serve.job import Unavailable
 from specli.session import Session
 
 pytestmark = pytest.mark.model
@@ -745,10 +748,16 @@ def test_a_full_queue(session) -> None:
 
 def test_out_of_time(session) -> None:
     with serving(session, timeout_s=0.2) as server:
-        assert "not finished in time" in error(server.complete(**ENDLESS), 504)
+        assert " time" in error(server.complete(**ENDLESS), 504)
         body = server.complete(**ENDLESS, stream=True).text
         assert "timeout_error" in body
         assert "[DONE]" not in body
+
+
+def test_an_answer_that_the_server_cut_short_is_no_answer() -> None:
+    cut = Finished(0, "cancelled", (1, 2), 1.0)
+    assert isinstance(_failure([cut]), Unavailable)
+    assert _failure([replace(cut, reason="length")]) is None
 
 
 # -- connections
@@ -785,12 +794,25 @@ def test_who_never_ends_a_request_is_cut_off(server, sent: bytes) -> None:
 
 def test_a_patient_client_is_not_cut_off(server) -> None:
     """The time is that of sending a request: not of an answer, and not of the pause behind it."""
-    with limits(arrival_s=0.5), server.connect() as made:
-        buffer = bytearray()
-        for _ in range(3):
-            made.sendall(request("/v1/completions", b'{"prompt": "x", "max_tokens": 40, "ignore_eos": true}'))
-            assert read_response(made, buffer)[0] == 200
-            threading.Event().wait(0.3)
+    with server.connect() as made:
+        own = made.getsockname()
+
+        def is_timed() -> bool:
+            (found,) = (one for one in server.server.server_state.connections if one.client == own)
+            return found._arriving is not None
+
+        buffer, whole = bytearray(), request("/v1/completions", b'{"prompt": "x", "max_tokens": 4}')
+        made.sendall(whole[:20])
+        until(is_timed)
+        made.sendall(whole[20:])
+        until(lambda: not is_timed())
+        assert read_response(made, buffer)[0] == 200
+        assert not is_timed()
+        made.sendall(whole[:-1])
+        until(is_timed)
+        made.sendall(whole[-1:])
+        assert read_response(made, buffer)[0] == 200
+        assert not is_timed()
 
 
 @pytest.mark.parametrize(
