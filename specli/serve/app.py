@@ -340,6 +340,7 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(app, service)
     _add_answers(app, service)
     _add_helpers(app, service)
+    _add_models(app, service)
     _add_state(app, service)
     guarded: ASGIApp = Guard(app, service.options, service.metrics)
     if service.options.cors_origins:
@@ -401,18 +402,12 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
         return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    session, scheduler = service.session, service.scheduler
+def _getting(app: FastAPI) -> Callable[[str], Callable[[Route], Route]]:
+    return lambda path: app.api_route(path, methods=["GET", "HEAD"])
 
-    def get(path: str) -> Callable[[Route], Route]:
-        return app.api_route(path, methods=["GET", "HEAD"])
 
-    @get("/health")
-    @get("/v1/health")
-    async def health() -> Response:
-        if scheduler.failure is not None:
-            return JSONResponse(problem(f"the engine has failed: {scheduler.failure}", 503), 503)
-        return JSONResponse({"status": "ok"})
+def _add_models(app: FastAPI, service: Service) -> None:
+    session, get = service.session, _getting(app)
 
     @get("/v1/models")
     @get("/models")
@@ -431,6 +426,17 @@ def _add_state(app: FastAPI, service: Service) -> None:
             found = f"the model {shortened(name)!r} is not here; this server has {service.model!r}"
             raise Refusal(found, "model", 404, "model_not_found")
         return {"id": service.model, "object": "model", "created": service.created, "owned_by": "specli"}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    session, scheduler, get = service.session, service.scheduler, _getting(app)
+
+    @get("/health")
+    @get("/v1/health")
+    async def health() -> Response:
+        if scheduler.failure is not None:
+            return JSONResponse(problem(f"the engine has failed: {scheduler.failure}", 503), 503)
+        return JSONResponse({"status": "ok"})
 
     @get("/metrics")
     async def metrics() -> Response:
