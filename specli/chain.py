@@ -24,11 +24,18 @@ def check_constraint(options: SamplingOptions) -> str | None:
     """
     if not options.is_constrained:
         return None
-    from specli.engine.grammar import check_grammar, unenforced
+    from specli.engine.grammar import check_grammar
 
     check_grammar(_gbnf(options))
-    names = unenforced(options.json_schema) if options.json_schema else []
+    names = unenforced_keywords(options)
     return f"not enforced by the grammar of the JSON schema: {', '.join(names)}" if names else None
+
+
+def unenforced_keywords(options: SamplingOptions) -> list[str]:
+    """Keywords of the JSON schema, which must be one, that its grammar leaves unchecked; sorted."""
+    from specli.engine.grammar import unenforced
+
+    return unenforced(options.json_schema) if options.json_schema else []
 
 
 def make_sampler(options: SamplingOptions, model: LlamaModel, pieces: Callable[[], Pieces] | None = None) -> Sampler:

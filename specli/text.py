@@ -39,7 +39,7 @@ class TextStream:
         piece = self._piece(token)
         if self._stops:
             n_decoded = self._n_final + sum(len(span.text) for span in self._held)
-            n_broken = _breaks(self._decoder.getstate()[0], piece)  # its U+FFFD belongs to the tokens before
+            n_broken = breaks(self._decoder.getstate()[0], piece)  # its U+FFFD belongs to the tokens before
             self._starts.append((n_decoded + n_broken, self._n_tokens))
         self._n_tokens += 1
         self.n_kept = self._n_tokens
@@ -90,7 +90,7 @@ class TextStream:
         return spans
 
 
-def _breaks(unfinished: bytes, piece: bytes) -> bool:
+def breaks(unfinished: bytes, piece: bytes) -> bool:
     """Whether ``piece`` does not go on with the ``unfinished`` character before it."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(unfinished + piece[:1])

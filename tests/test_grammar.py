@@ -16,7 +16,7 @@ import pytest
 
 from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
-from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar, schema_grammar
+from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar, schema_grammar, unenforced
 from specli.engine.llama import LlamaModel
 from specli.errors import ConfigError, EngineError
 from specli.sampling import Context, Sampler, State
@@ -248,3 +248,27 @@ def test_tokens_that_a_model_does_not_have(model: LlamaModel) -> None:
     sampler = make_sampler(SamplingOptions(logit_bias=((3, 1.0), (3, 0.5)), ignore_eos=True), model)
     assert sampler.bias == {3: 1.5}
     assert set(sampler.banned) == model.end_ids
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {}, "minItems": 10**9},
+        {"type": "array", "items": {}, "maxItems": 10**30},
+        {"type": "string", "minLength": -(10**9)},
+        {"type": "string", "pattern": "^(ab){1,1000000000}$"},
+        {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 999} for i in range(200)}},
+    ],
+)
+def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(schema):
+    with pytest.raises(ConfigError, match="more than 100000 times"):
+        schema_grammar(json.dumps(schema))
+
+
+def test_names_and_values_are_no_keywords():
+    schema = {
+        "properties": {"minimum": {"enum": [{"maximum": 1}]}, "not": {"uniqueItems": True, "default": {"if": 1}}},
+        "$defs": {"contains": {"anyOf": [{"minProperties": 1}]}},
+        "const": {"multipleOf": 2},
+    }
+    assert unenforced(json.dumps(schema)) == ["minProperties", "uniqueItems"]

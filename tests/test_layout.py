@@ -24,6 +24,7 @@ HOMES = {
     "jinja2": ("chat",),
     "matplotlib": ("bench.plot", "load.plot"),
     "httpx": ("load.client",),
+    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"), ("serve",)),
 }
 # What of specli each of these may import; the leaves nothing, or errors only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -91,6 +92,24 @@ MAY_IMPORT: dict[str, set[str]] = {
         "load.search",
         "load.sse",
         "load.window",
+    },
+    "serve.pace": set(),
+    "serve.protocol": {"chat", "config"},
+    "serve.replies": {"events", "stats", "text"},
+    "serve.job": {"errors", "events", "verify"},
+    "serve.metrics": {"events", "serve.pace", "stats"},
+    "serve.guard": {"config", "serve.metrics", "serve.replies"},
+    "serve.prompts": {"errors", "serve.protocol", "session"},
+    "serve.scheduler": {
+        *("decode", "drafters.base", "errors", "events", "prefix", "request", "session", "stats", "text"),
+        *("serve.job", "serve.metrics", "serve.pace"),
+    },
+    "serve.app": {
+        *("chain", "config", "errors", "events", "session", "verify", "serve.guard", "serve.job", "serve.metrics"),
+        *("serve.prompts", "serve.protocol", "serve.replies", "serve.scheduler"),
+    },
+    "serve.server": {
+        *("config", "errors", "session", "serve.app", "serve.metrics", "serve.pace", "serve.scheduler"),
     },
     "selftest": {
         "bits",
@@ -204,6 +223,10 @@ def test_a_heavy_import_is_not_paid_for_help() -> None:
             "jinja2",
             "rich",
             "httpx",
+            "fastapi",
+            "pydantic",
+            "uvicorn",
+            "prometheus_client",
         }
         assert not heavy, f"{name} imports {heavy} at once"
     assert "cli.main" in reached

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -107,7 +107,8 @@ def _serve(settings: Settings, choice: ModelChoice, options: ServeOptions, note:
             for line in _words(session, options, address(listener)):
                 console.notice(line)
         _log_to_stderr()
-        return serve(session, options, listener)
+        ready = f"listening at {address(listener)} (Ctrl-C stops)"
+        return serve(session, options, listener, lambda: typer.echo(ready, err=True))
 
 
 def _words(session: Session, options: ServeOptions, where: str) -> list[str]:
@@ -119,18 +120,26 @@ def _words(session: Session, options: ServeOptions, where: str) -> list[str]:
         lines.append(state.expectation)
     if not options.is_loopback and not options.api_keys:
         lines.append(f"warning: anybody who can reach {where} may use it: give --api-key, or listen at 127.0.0.1")
-    return [*lines, f"listening at {where} (Ctrl-C stops)"]
+    return lines
 
 
 def _log_to_stderr() -> None:
     """The server's log: one line per answer, no prompts."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_own_stderr())
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name, level in (("specli", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level)
         logger.propagate = False
+
+
+def _own_stderr() -> TextIO:
+    """Stderr under a number of its own: number 2 is caught while llama.cpp parses a grammar (``engine.grammar``)."""
+    try:
+        return os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError:  # there is none
+        return sys.stderr
 
 
 def _show_log() -> None:

@@ -35,6 +35,8 @@ _CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GB
 _COMMENT = re.compile(_CLASS.pattern + r"|#[^\n]*")
 _MAX_NESTING = 1000  # of parentheses: llama.cpp's parser calls itself for each, and 20,000 end the process
 _MAX_RULES, _MAX_DIGITS = 10_000, 5  # the same: a chain of 100,000 rules ends it
+_MAX_REPEATS = 100_000  # of a schema, summed up: the converter writes each of them out
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 _REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _STDERR = threading.Lock()
 _NO_PATTERN = re.compile(r'"|\\[\\a-zA-Z]')
@@ -52,6 +54,8 @@ _UNENFORCED = {
     ),
     *("minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired"),
 }
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by other names
+_VALUES = {"const", "enum", "default", "examples"}
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 _AT = re.compile(r" at (.*)$", re.DOTALL)
 
@@ -88,11 +92,12 @@ class Pieces:
 class Grammar:
     """Where a text stands in a grammar. Make one with ``compile_grammar``."""
 
-    def __init__(self, sampler: object, pieces: Pieces, names_tokens: bool) -> None:
+    def __init__(self, sampler: object, pieces: Pieces, names_tokens: bool, is_root: bool = False) -> None:
+        """``is_root``: it outlives the texts that begin with it, so it does not remember how they went on."""
         self._sampler, self._pieces, self._names_tokens = sampler, pieces, names_tokens
         self._close = weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
         self._all: Ids | None = None
-        self._next: dict[int, Grammar] = {}
+        self._next: dict[int, Grammar] | None = None if is_root else {}
 
     def best(self, row: Row, n: int | None) -> Ids:
         """See ``Constraint``. Tokens with a logit of -inf are banned."""
@@ -124,11 +129,14 @@ class Grammar:
         """See ``Constraint``."""
         if token in self._pieces.ends:  # the text is over; llama.cpp would look for it in the grammar
             return self
-        found = self._next.get(token)  # a draft and its judge go the same way
-        if found is None:
-            clone = llama_cpp.llama_sampler_clone(self._sampler)
-            llama_cpp.llama_sampler_accept(clone, token)
-            found = self._next[token] = Grammar(clone, self._pieces, self._names_tokens)
+        known = self._next  # a draft and its judge go the same way
+        if known is not None and token in known:
+            return known[token]
+        clone = llama_cpp.llama_sampler_clone(self._sampler)
+        llama_cpp.llama_sampler_accept(clone, token)
+        found = Grammar(clone, self._pieces, self._names_tokens)
+        if known is not None:
+            known[token] = found
         return found
 
     def _everything(self) -> Ids:
@@ -154,7 +162,7 @@ class Grammar:
 def compile_grammar(model: LlamaModel, text: str, pieces: Pieces) -> Grammar:
     """The beginning of a text under the GBNF ``text``. Raises ``ConfigError`` as ``check_grammar``."""
     names_tokens = "<" in _CLASS.sub("", _COMMENT.sub(_without_comment, text))
-    return Grammar(_parse(llama_cpp.llama_model_get_vocab(model.handle), text), pieces, names_tokens)
+    return Grammar(_parse(llama_cpp.llama_model_get_vocab(model.handle), text), pieces, names_tokens, is_root=True)
 
 
 def check_grammar(text: str) -> None:
@@ -185,6 +193,7 @@ def schema_grammar(schema: str) -> str:
         raise ConfigError(f"the JSON schema is not JSON: {error}") from None
     try:
         _check_patterns(asked)
+        _check_repeats(asked)
         make: Any = Converter
         converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
         converter.visit(converter.resolve_refs(asked, "schema"), "")
@@ -201,8 +210,23 @@ def schema_grammar(schema: str) -> str:
 
 def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
-    found = {key for part in _parts(json.loads(schema)) for key in part if key in _UNENFORCED}
+    found = {key for part in _schemas(json.loads(schema)) for key in part if key in _UNENFORCED}
     return sorted(found)
+
+
+def _schemas(schema: object) -> Iterator[dict[str, object]]:
+    """A schema and the schemas in it: no property's name is taken for a keyword, and nothing in a value."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _schemas(one)
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            yield from _schemas([*value.values()])
+        elif key not in _VALUES:
+            yield from _schemas(value)
 
 
 def _parts(schema: object) -> Iterator[dict[str, object]]:
@@ -221,6 +245,20 @@ def _check_patterns(schema: object) -> None:
                 f"the JSON schema has the pattern {pattern!r}, whose {found[0]!r} cannot be made a grammar; write it "
                 "with character classes such as [0-9], and without quotes and backslashes"
             )
+
+
+def _check_repeats(schema: object) -> None:
+    """Refuse what would take all memory, or minutes. Raises ``ConfigError``."""
+    n = 0
+    for part in _parts(schema):
+        n += sum(abs(part[name]) for name in _COUNTS if isinstance(part.get(name), int))  # type: ignore[arg-type]
+        if isinstance(pattern := part.get("pattern"), str):
+            n += sum(int(number) for pair in _REPETITION.findall(pattern) for number in pair if number)
+    if n > _MAX_REPEATS:
+        raise ConfigError(
+            f"the JSON schema repeats things more than {_MAX_REPEATS} times in all (minItems, maxItems, minLength, "
+            "maxLength, pattern); write smaller numbers"
+        )
 
 
 def _without_control(found: re.Match[str]) -> str:

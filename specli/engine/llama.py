@@ -7,6 +7,7 @@ than 32 bytes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -129,6 +130,19 @@ class LlamaModel:
             buffer = ctypes.create_string_buffer(-n)
             n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, shows_control)
         return buffer.raw[:n]
+
+    @functools.cached_property
+    def parsed_texts(self) -> tuple[str, ...]:
+        """Texts that become one token each wherever they stand (control tokens: where control text is parsed)."""
+        wanted = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+        wanted |= llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        ids = (token for token in range(self.n_vocab) if llama_cpp.llama_vocab_get_attr(self._vocab, token) & wanted)
+        return tuple(text for token in ids if (text := self.token_text(token)))
+
+    @functools.cached_property
+    def longest_text(self) -> int:
+        """Bytes: no token stands for more of a text."""
+        return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token) or b"") for token in range(self.n_vocab))
 
     def token_text(self, token: int) -> str:
         """The text that the vocabulary lists for ``token`` (control tokens too)."""

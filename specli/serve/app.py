@@ -1,4 +1,4 @@
-"""The interface: routes, limits, and what becomes of errors.
+"""The interface: routes, and what becomes of errors.
 
 Errors before the first token are HTTP errors, also of a stream, which is only opened when its first token is there;
 later ones are ``data: {"error": ...}``. A client that goes away cancels its own answers and nobody else's.
@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specli.chain import unenforced_keywords
 from specli.config import SamplingOptions, ServeOptions
 from specli.errors import ConfigError, ContextOverflow, SpecError
-from specli.events import Event, Failed
+from specli.events import Event, Failed, Finished
+from specli.serve.guard import Guard
 from specli.serve.job import Deliver, Job, Mailbox, QueueFull, TimedOut, Unavailable
 from specli.serve.metrics import CONTENT_TYPE, Metrics
+from specli.serve.prompts import Prompts
 from specli.serve.protocol import (
     ApplyTemplateRequest,
     ChatRequest,
@@ -38,12 +40,15 @@ from specli.serve.protocol import (
     Sampling,
     TokenizeRequest,
     parse,
+    scalar,
+    shortened,
 )
 from specli.serve.replies import Choice, Envelope, Json, problem
 from specli.serve.scheduler import Scheduler
 from specli.session import Session, seed_of
 from specli.verify import Verifier
 
+Route = TypeVar("Route", bound=Callable[..., Awaitable[object]])
 LOGGER = logging.getLogger("specli.serve")
 N_VERIFIERS = 64  # sampling settings whose verifiers are kept
 
@@ -53,7 +58,8 @@ class Service:
 
     def __init__(self, session: Session, scheduler: Scheduler, metrics: Metrics, options: ServeOptions) -> None:
         self.session, self.scheduler, self.metrics, self.options = session, scheduler, metrics, options
-        self.model = options.alias or session.settings.target.label
+        self.model = scalar(options.alias or session.settings.target.label)
+        self.prompts = Prompts(session)
         self.created = int(time.time())
         self._verifier = functools.lru_cache(N_VERIFIERS)(session.verifier_for)
 
@@ -63,15 +69,19 @@ class Service:
 
     async def answer(self, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
         """Queue what was asked, and reply."""
-        arrived_s, options = time.perf_counter(), self.options
-        asked.check_limits(options)
+        arrived_s = time.perf_counter()
+        asked.check_limits(self.options)
         if asked.model not in (None, self.model):
-            found = f"the model {asked.model!r} is not here; this server has {self.model!r}"
+            found = f"the model {shortened(asked.model or '')!r} is not here; this server has {self.model!r}"
             raise Refusal(found, "model", 404, "model_not_found")
-        prompts = await run_in_threadpool(self._prompts, asked)
-        sampling = asked.sampling(self.session.settings.sampling)
-        verifier = await run_in_threadpool(self.verifier, sampling)
+        prompts = await run_in_threadpool(self.prompts.ids, asked)
+        n_choices, n_most = len(prompts) * (asked.n or 1), self.options.n_queue + self.session.engine.n_sequences
+        if n_choices > n_most:  # however long the client waits
+            raise Refusal(f"the request asks for {n_choices} choices, this server holds {n_most} at once", "n")
+        sampling, verifier, unenforced = await run_in_threadpool(self._drawing, asked)
         answer = _Answer(self, request, asked, prompts)
+        if unenforced:
+            answer.headers["Specli-Unenforced"] = ", ".join(unenforced)
         for prompt in prompts:
             for attempt in range(asked.n or 1):
                 mailbox = Mailbox()
@@ -80,27 +90,21 @@ class Service:
         self.scheduler.submit([part.job for part in answer.parts])
         return await answer.reply()
 
-    def _prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt. Raises ``Refusal`` for what does not fit."""
-        session = self.session
-        if isinstance(asked, ChatRequest):
-            prompts = [session.chat_ids([message.message() for message in asked.messages])]
-        else:
-            prompts = [
-                session.text_ids(prompt) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts
-            ]
-        n_ctx, n_vocab = session.engine.n_ctx, session.engine.n_vocab
-        for prompt in prompts:
-            if not prompt:
-                raise Refusal("the prompt is empty (0 tokens), at least one token was expected", "prompt")
-            if max(prompt) >= n_vocab:
-                raise Refusal(f"the prompt has the token {max(prompt)}, the model has 0 to {n_vocab - 1}", "prompt")
-            if len(prompt) > n_ctx:
-                self.metrics.refuse("too_long")
-                param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-                found = f"the prompt has {len(prompt)} tokens, the context of an answer holds {n_ctx}"
-                raise Refusal(found, param, code="context_length_exceeded")
-        return prompts
+    def _drawing(self, asked: Sampling) -> tuple[SamplingOptions, Verifier, list[str]]:
+        """How to draw, who draws, and what of a schema cannot be enforced. Raises ``Refusal``."""
+        sampling = asked.sampling(self.session.settings.sampling)
+        n_vocab, named = self.session.engine.n_vocab, asked.logit_bias or {}
+        if (most := max(map(int, named), default=0)) >= n_vocab:
+            raise Refusal(f"logit_bias names the token {most}, the model has 0 to {n_vocab - 1}", "logit_bias")
+        try:
+            verifier = self.verifier(sampling)
+        except ConfigError as error:
+            raise Refusal(str(error), "response_format" if asked.is_constrained else None) from error
+        unenforced = unenforced_keywords(sampling) if asked.is_constrained else []
+        if unenforced and asked.is_strict:
+            found = f"the schema has {', '.join(unenforced)}, which is not enforced here; leave out that, or strict"
+            raise Refusal(found, "response_format")
+        return sampling, verifier, unenforced
 
     def _job(
         self,
@@ -154,10 +158,12 @@ class _Answer:
         self._envelope = Envelope(name, int(time.time()), service.model, is_chat)
         self._n_prompt = sum(map(len, prompts))
         self.parts: list[_Part] = []
+        self.headers: dict[str, str] = {}
 
     def add(self, job: Job, mailbox: Mailbox) -> None:
         """One more choice."""
-        self.parts.append(_Part(job, Choice(len(self.parts), self._service.session.model.piece), mailbox))
+        choice = Choice(len(self.parts), self._service.session.model.piece, job.n_logprobs is not None)
+        self.parts.append(_Part(job, choice, mailbox))
 
     async def reply(self) -> Response:
         """Wait as the client asked."""
@@ -165,13 +171,14 @@ class _Answer:
         try:
             if not self._asked.stream:
                 await self._unless_gone(self._collect(merged))
-                return JSONResponse(self._envelope.whole([part.choice for part in self.parts], self._n_prompt))
+                whole = self._envelope.whole([part.choice for part in self.parts], self._n_prompt)
+                return JSONResponse(whole, headers=self.headers)
             first = await self._unless_gone(anext(merged))
             self._raise_failure(first[1])
         except BaseException:
             await self._leave(merged)
             raise
-        return StreamingResponse(self._stream(first, merged), media_type="text/event-stream", headers=_STREAM_HEADERS)
+        return _EventStream(self._stream(first, merged), headers={**_STREAM_HEADERS, **self.headers})
 
     async def _collect(self, merged: _Events) -> None:
         async for part, events in merged:
@@ -184,24 +191,24 @@ class _Answer:
         first: tuple[_Part, Sequence[Event]],
         merged: _Events,
     ) -> AsyncGenerator[bytes, None]:
-        envelope = self._envelope
+        envelope, choices = self._envelope, [part.choice for part in self.parts]
         try:
             if envelope.is_chat:
-                for part in self.parts:
-                    yield _sse(envelope.role(part.choice))
+                for choice in choices:
+                    yield _sse(envelope.role(choice))
             async for part, events in _chained(first, merged):
-                if failure := _failure(events):
-                    yield _sse(problem(str(failure), _status(failure)))
-                    return
-                news = part.choice.take(events)
-                if news.text or news.logprobs:
-                    yield _sse(envelope.chunk(part.choice, type(news)(news.text, news.logprobs)))
-                if news.finish_reason is not None:
-                    yield _sse(envelope.chunk(part.choice, type(news)(finish_reason=news.finish_reason)))
+                self._raise_failure(events)
+                for news in part.choice.take(events).parted():
+                    yield _sse(envelope.chunk(part.choice, news))
             if self._asked.includes_usage:
-                yield _sse(envelope.counts([part.choice for part in self.parts], self._n_prompt))
+                yield _sse(envelope.counts(choices, self._n_prompt))
             yield b"data: [DONE]\n\n"
             self._log()
+        except SpecError as error:
+            yield _sse(problem(scalar(str(error)), _status(error)))
+        except Exception as error:  # a fault of ours: the status is sent already
+            LOGGER.error("%s: %s: %s", envelope.id, type(error).__name__, error, exc_info=error)
+            yield _sse(problem(_FAULT, 500))
         finally:
             await self._leave(merged)
 
@@ -238,7 +245,7 @@ class _Answer:
             acceptance = "-" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.2f}"
             LOGGER.info(
                 "%s: %s prompt tokens (%s from the cache), %s tokens, TTFT %s, %s, acceptance %s, %s",
-                *(self._envelope.id, stats.n_prompt, stats.n_reused, part.choice.n_tokens),
+                *(self._envelope.id, len(part.job.prompt), stats.n_reused, part.choice.n_tokens),
                 *(ttft, rate, acceptance, part.choice.finish_reason),
             )
             if self._service.options.log_prompts:
@@ -249,10 +256,27 @@ class _Answer:
         return [m.message().content for m in asked.messages] if isinstance(asked, ChatRequest) else asked.prompt
 
 
+class _EventStream(StreamingResponse):
+    """Server-sent events, whose generator is closed at once when the client goes away."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(events, headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
 class ClientGone(Exception):
     """Nobody is there to reply to."""
 
 
+_FAULT = "the server failed to answer; its log says why"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -284,7 +308,13 @@ async def _disconnected(request: Request) -> None:
 
 
 def _failure(events: Sequence[Event]) -> Exception | None:
-    return next((event.error for event in events if isinstance(event, Failed)), None)
+    """Why there will be no (more) answer, if so."""
+    for event in events:
+        if isinstance(event, Failed):
+            return event.error
+        if isinstance(event, Finished) and event.reason == "cancelled":  # not by the client, who would not read it
+            return Unavailable("the server was stopped")
+    return None
 
 
 def _sse(content: Json) -> bytes:
@@ -306,18 +336,20 @@ def _status(error: Exception) -> int:
 
 def make_app(service: Service) -> ASGIApp:
     """The application over a started scheduler."""
-    app = FastAPI(title="specli", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="specli", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, service)
     _add_answers(app, service)
     _add_helpers(app, service)
+    _add_models(app, service)
     _add_state(app, service)
-    guarded: ASGIApp = _Guard(app, service)
+    guarded: ASGIApp = Guard(app, service.options, service.metrics)
     if service.options.cors_origins:
         guarded = CORSMiddleware(
             guarded,
             allow_origins=list(service.options.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # OpenAI's client sends many of its own
+            expose_headers=["Retry-After", "Specli-Unenforced"],
         )
     return guarded
 
@@ -339,46 +371,46 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
-    async def tokenize(request: Request) -> Json:
+    async def tokenize(request: Request) -> Response:
         asked = parse(TokenizeRequest, await request.body())
-        ids = await run_in_threadpool(
-            session.model.tokenize, _scalar(asked.content), asked.add_special, asked.parse_special
-        )
-        if not asked.with_pieces:
-            return {"tokens": ids}
-        return {"tokens": [{"id": token, "piece": _piece(session.model.special_piece(token))} for token in ids]}
+
+        def reply() -> Response:
+            ids = service.prompts.plain(asked.content, asked.add_special, asked.parse_special)
+            if not asked.with_pieces:
+                return JSONResponse({"tokens": ids})
+            pieces = [{"id": token, "piece": _piece(session.model.special_piece(token))} for token in ids]
+            return JSONResponse({"tokens": pieces})
+
+        return await run_in_threadpool(reply)
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
-    async def detokenize(request: Request) -> Json:
+    async def detokenize(request: Request) -> Response:
         tokens = parse(DetokenizeRequest, await request.body()).tokens
-        if tokens and max(tokens) >= session.engine.n_vocab:
-            raise Refusal(
-                f"token {max(tokens)} is none of the model, it has 0 to {session.engine.n_vocab - 1}", "tokens"
-            )
-        return {"content": b"".join(map(session.model.special_piece, tokens)).decode("utf-8", "replace")}
+        if tokens and (most := max(tokens)) >= session.engine.n_vocab:
+            raise Refusal(f"token {most} is none of the model, it has 0 to {session.engine.n_vocab - 1}", "tokens")
+
+        def reply() -> Response:
+            text = b"".join(map(session.model.special_piece, tokens)).decode("utf-8", "replace")
+            return JSONResponse({"content": text})
+
+        return await run_in_threadpool(reply)
 
     @app.post("/apply-template")
     async def apply_template(request: Request) -> Json:
         asked = parse(ApplyTemplateRequest, await request.body())
-        if session.template is None:
-            raise Refusal("the model has no chat template")
-        parts = await run_in_threadpool(session.template.parts, [message.message() for message in asked.messages])
-        return {"prompt": "".join(parts)}
+        return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    session, scheduler = service.session, service.scheduler
+def _getting(app: FastAPI) -> Callable[[str], Callable[[Route], Route]]:
+    return lambda path: app.api_route(path, methods=["GET", "HEAD"])
 
-    @app.get("/health")
-    @app.get("/v1/health")
-    async def health() -> Response:
-        if scheduler.failure is not None:
-            return JSONResponse(problem(f"the engine has failed: {scheduler.failure}", 503), 503)
-        return JSONResponse({"status": "ok"})
 
-    @app.get("/v1/models")
-    @app.get("/models")
+def _add_models(app: FastAPI, service: Service) -> None:
+    session, get = service.session, _getting(app)
+
+    @get("/v1/models")
+    @get("/models")
     async def models() -> Json:
         meta = {
             "n_ctx": session.engine.n_ctx,
@@ -388,17 +420,29 @@ def _add_state(app: FastAPI, service: Service) -> None:
         model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "specli", "meta": meta}
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         if name != service.model:
-            raise Refusal(f"the model {name!r} is not here; this server has {service.model!r}", "model", 404)
+            found = f"the model {shortened(name)!r} is not here; this server has {service.model!r}"
+            raise Refusal(found, "model", 404, "model_not_found")
         return {"id": service.model, "object": "model", "created": service.created, "owned_by": "specli"}
 
-    @app.get("/metrics")
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    session, scheduler, get = service.session, service.scheduler, _getting(app)
+
+    @get("/health")
+    @get("/v1/health")
+    async def health() -> Response:
+        if scheduler.failure is not None:
+            return JSONResponse(problem(f"the engine has failed: {scheduler.failure}", 503), 503)
+        return JSONResponse({"status": "ok"})
+
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(scheduler.exposition(), media_type=CONTENT_TYPE)
 
-    @app.get("/props")
+    @get("/props")
     async def props() -> Json:
         state = session.speculation
         return {
@@ -418,11 +462,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
 
 
-def _scalar(text: str) -> str:
-    """Without lone surrogates, which JSON can escape and no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _piece(raw: bytes) -> str | list[int]:
     """As llama-server: text, or the bytes where they are none."""
     try:
@@ -437,8 +476,7 @@ def _piece(raw: bytes) -> str | list[int]:
 def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Refusal)
     async def refused(_request: Request, error: Refusal) -> Response:
-        if error.code != "context_length_exceeded":
-            service.metrics.refuse("invalid")
+        service.metrics.refuse("too_long" if error.code == "context_length_exceeded" else "invalid")
         return _error(error.message, error.status, error.param, error.code)
 
     @app.exception_handler(SpecError)
@@ -458,11 +496,10 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def unknown(request: Request, error: HTTPException) -> Response:
         text = str(error.detail)
         if error.status_code == 404:
-            text = (
-                f"there is no {request.url.path} here; see /v1/models, /v1/chat/completions, /v1/completions, /metrics"
-            )
+            known = "/v1/models, /v1/chat/completions, /v1/completions, /metrics"
+            text = f"there is no {shortened(request.url.path)} here; see {known}"
         elif error.status_code == 405:
-            text = f"{request.method} is not what {request.url.path} takes"
+            text = f"{shortened(request.method)} is not what {shortened(request.url.path)} takes"
         return _error(text, error.status_code, headers=dict(error.headers or {}))
 
     @app.exception_handler(ClientGone)
@@ -472,91 +509,10 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def fault(_request: Request, error: Exception) -> Response:
         LOGGER.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
-        return _error("the server failed to answer; its log says why", 500)
+        return _error(_FAULT, 500)
 
 
 def _error(
     message: str, status: int, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
 ) -> Response:
-    return JSONResponse(problem(message, status, param, code), status, headers)
-
-
-class _Guard:
-    """Before anything is read: who may ask, and how much."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
-        self._keys = [key.encode("ascii") for key in service.options.api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if self._keys and scope["path"] not in _PUBLIC and not self._is_known(scope):
-            self._service.metrics.refuse("unauthorized")
-            message = "a key is needed: Authorization: Bearer KEY"
-            await _error(message, 401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})(
-                scope, receive, send
-            )
-            return
-        limit = self._service.options.max_body_bytes
-        try:
-            body = await _read(receive, _header(scope, b"content-length"), limit)
-        except _TooLarge:
-            self._service.metrics.refuse("too_large")
-            await _error(f"the body is longer than {limit} bytes", 413)(scope, receive, send)
-            return
-        if body is None:
-            return
-        await self._app(scope, _Replay(body, receive), send)
-
-    def _is_known(self, scope: Scope) -> bool:
-        given = _header(scope, b"authorization") or b""
-        scheme, _, key = given.partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-        known = False
-        for one in self._keys:  # all of them, so that the time tells nothing
-            known |= hmac.compare_digest(one, key)
-        return known
-
-
-_PUBLIC = ("/health", "/v1/health")
-
-
-class _TooLarge(Exception):
-    pass
-
-
-async def _read(receive: Receive, declared: bytes | None, limit: int) -> bytes | None:
-    """The whole body; None where the client went away in the middle. Raises ``_TooLarge``."""
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise _TooLarge
-    parts, n_bytes = list[bytes](), 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        n_bytes += len(parts[-1])
-        if n_bytes > limit:
-            raise _TooLarge
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-class _Replay:
-    """``receive`` for the application behind the guard: the body in one piece, then what else comes."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await self._receive()
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
+    return JSONResponse(problem(scalar(message), status, param, code), status, headers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specli.errors import SpecError
@@ -69,7 +70,10 @@ class Job:
 
 
 class Mailbox:
-    """Events of one job on their way from the engine's thread to a coroutine."""
+    """Events of one job on their way from the engine's thread to a coroutine.
+
+    Bounded by the answer, however slow its reader: a few events per round, and no more rounds than the context holds.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -77,7 +81,7 @@ class Mailbox:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Put ``events`` in, from any thread. A loop that was closed has no reader: nothing is lost."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, events)
 
     async def get(self) -> Sequence[Event]:

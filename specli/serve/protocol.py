@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from specli.chat import Message
 from specli.config import SamplingOptions, ServeOptions
@@ -20,10 +32,7 @@ MAX_SCHEMA = 64 << 10  # characters of a JSON schema
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Text = Annotated[str, StringConstraints(strict=True)]
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_Asked = TypeVar("_Asked", bound=BaseModel)
+MAX_REPEATED = 64  # characters of what a client sent that an error repeats
 
 
 class Refusal(Exception):
@@ -34,8 +43,65 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
+def scalar(text: str) -> str:
+    """``text`` with U+FFFD for lone surrogates, which JSON can escape and no encoding takes."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def shortened(text: str) -> str:
+    """As much of ``text`` as an error may repeat, on one line."""
+    shown = " ".join(scalar(text[: MAX_REPEATED + 1]).split())
+    return shown if len(text) <= MAX_REPEATED else f"{shown[:MAX_REPEATED]}…"
+
+
+def _branches(expected: str, kind_of: Callable[[Any], str | None]) -> Discriminator:
+    """Which of several shapes a value is meant to be, so that an error tells of that one."""
+    return Discriminator(kind_of, custom_error_type="shape", custom_error_message=f"expected {expected}")
+
+
+def _kind_of_texts(given: object) -> str | None:
+    return _ONE if isinstance(given, str) else _MANY if isinstance(given, list) else None
+
+
+def _kind_of_prompt(given: object) -> str | None:
+    first = given[0] if isinstance(given, list) and given else None
+    return _ONE if isinstance(given, str) else {int: _IDS, str: _MANY, list: _LISTS}.get(type(first))
+
+
+_ONE, _MANY, _IDS, _LISTS = _TAGS = ("<text>", "<texts>", "<ids>", "<lists>")
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(scalar)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_Asked = TypeVar("_Asked", bound=BaseModel)
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tidy(cls, given: Any) -> Any:  # noqa: ANN401
+        """Null counts as left out. Of the fields that are not known only one is told: there may be many."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        tidy = {name: value for name, value in given.items() if value is not None and name in known}
+        unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
+        return tidy if unknown is None else {**tidy, scalar(unknown[: MAX_REPEATED + 1]): None}
+
+
+def _require_schema(given: object) -> object:
+    if not isinstance(given, dict | bool):
+        raise ValueError("expected an object, or true or false")
+    return given
+
+
+def _require_few(given: object) -> object:
+    """Before each entry is looked at."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"has {len(given)} entries, expected at most {MAX_BIASES}")
+    return given
 
 
 class StreamOptions(_Model):
@@ -49,7 +115,7 @@ class JsonSchema(_Model):
 
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    schema_: Annotated[Any, AfterValidator(_require_schema)] = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
 
@@ -77,22 +143,19 @@ class ChatMessage(_Model):
     """One of ``messages``."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
-    name: Text | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> ChatMessage:
-        if self.content is None:
-            raise ValueError("content is missing")
-        if self.name is not None:
-            raise ValueError("name is not supported, chat templates have no place for it")
-        return self
+    content: Annotated[
+        Annotated[Text, Tag(_ONE)] | Annotated[list[TextPart], Field(fail_fast=True), Tag(_MANY)],
+        _branches("a text or a list of text parts", _kind_of_texts),
+    ]
 
     def message(self) -> Message:
         """For the chat template."""
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return Message(_ROLES[self.role], text)
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), Field(min_length=1)]
 
 
 class Sampling(_Model):
@@ -107,14 +170,22 @@ class Sampling(_Model):
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[Number, Field(ge=1e-30, le=10)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: (
+        Annotated[
+            Annotated[Text, Tag(_ONE)] | Annotated[Texts, Tag(_MANY)],
+            _branches("a text or a list of texts", _kind_of_texts),
+        ]
+        | None
+    ) = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], BeforeValidator(_require_few)] | None
+    ) = None
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
@@ -123,8 +194,21 @@ class Sampling(_Model):
     @model_validator(mode="after")
     def _agree(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options was given without stream")
+            raise Refusal("stream_options was given without stream", "stream_options")
+        if self.ignore_eos and self.is_constrained:
+            found = "ignore_eos was given with response_format, which says where the text ends; leave one out"
+            raise Refusal(found, "ignore_eos")
         return self
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether ``response_format`` says what may come next."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema is to be kept to the letter, or refused."""
+        return self.response_format is not None and bool((self.response_format.json_schema or JsonSchema()).strict)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -146,18 +230,15 @@ class Sampling(_Model):
         changes: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             changes["logit_bias"] = (*base.logit_bias, *self._biases())
-        if self.response_format is not None and self.response_format.type != "text":
+        if self.is_constrained:
             changes["grammar"], changes["json_schema"] = "", self._schema()
         return replace(base, seed=base.seed if self.seed is None else self.repeating_seed, **changes)
 
     def _biases(self) -> list[tuple[int, float]]:
-        biases = self.logit_bias or {}
-        if len(biases) > MAX_BIASES:
-            raise Refusal(f"logit_bias has {len(biases)} entries, expected at most {MAX_BIASES}", "logit_bias")
         found = []
-        for token, bias in biases.items():
+        for token, bias in (self.logit_bias or {}).items():
             if not token.isascii() or not token.isdigit() or len(token) > 9:
-                raise Refusal(f"logit_bias has the key {token!r}, expected token ids", "logit_bias")
+                raise Refusal(f"logit_bias has the key {shortened(token)!r}, expected token ids", "logit_bias")
             found.append((int(token), -math.inf if bias == -100 else bias))  # OpenAI: -100 bans
         return found
 
@@ -165,7 +246,10 @@ class Sampling(_Model):
         asked = self.response_format
         if asked is None or asked.json_schema is None:
             return '{"type": "object"}'
-        text = json.dumps(asked.json_schema.schema_)
+        try:
+            text = json.dumps(asked.json_schema.schema_)
+        except RecursionError:
+            raise Refusal("the JSON schema is nested too deeply", "response_format") from None
         if len(text) > MAX_SCHEMA:
             raise Refusal(
                 f"the JSON schema has {len(text)} characters, expected at most {MAX_SCHEMA}", "response_format"
@@ -202,7 +286,7 @@ class Sampling(_Model):
 class ChatRequest(Sampling):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -210,9 +294,9 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _chat_agrees(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs was given without logprobs")
+            raise Refusal("top_logprobs was given without logprobs", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
+            raise Refusal("max_tokens and max_completion_tokens differ; leave one out", "max_completion_tokens")
         return self
 
     @property
@@ -233,13 +317,19 @@ class ChatRequest(Sampling):
             raise Refusal(found, "messages")
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), Field(min_length=1)]
 
 
 class CompletionRequest(Sampling):
     """``/v1/completions``. ``prompt``: a text or token ids, or a list of either; each gets ``n`` choices."""
 
-    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: Annotated[
+        Annotated[Text, Tag(_ONE)]
+        | Annotated[Texts, Tag(_MANY)]
+        | Annotated[Ids, Tag(_IDS)]
+        | Annotated[list[Ids], Field(fail_fast=True), Tag(_LISTS)],
+        _branches("a text, token ids, or a list of either, not empty", _kind_of_prompt),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -273,60 +363,81 @@ class TokenizeRequest(_Model):
 class DetokenizeRequest(_Model):
     """``/detokenize`` (llama-server)."""
 
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class ApplyTemplateRequest(_Model):
     """``/apply-template`` (llama-server)."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
 
 
 def parse(kind: type[_Asked], body: bytes) -> _Asked:
     """``body`` as ``kind``. Raises ``Refusal`` with one line that names the field."""
-    try:
-        found = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from None
+    found = _decoded(body)
     if not isinstance(found, dict):
-        raise Refusal(f"the body is a JSON {type(found).__name__}, expected an object")
-    asked = {name: value for name, value in found.items() if value is not None}
+        raise Refusal(f"the body is {_JSON_NAMES[type(found)]}, expected a JSON object")
     try:
-        return kind.model_validate(asked)
+        return kind.model_validate(found)
     except ValidationError as error:
-        raise _refusal(kind, error) from None
+        raise _refusal(error) from None
+
+
+def _decoded(body: bytes) -> object:
+    try:
+        return json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
+    except (json.JSONDecodeError, UnicodeDecodeError, _NotJson) as error:
+        raise Refusal(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise Refusal("the body is nested too deeply") from None
+    except ValueError:  # Python turns no more than some thousand digits into an int
+        raise Refusal("the body has a number of too many digits") from None
+
+
+class _NotJson(ValueError):
+    pass
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _NotJson(f"{name} is not a JSON number")
 
 
-def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
-    """The first fault, in one line. What the client sent is not repeated at length: it may be long, or no JSON."""
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: of two alike one would be ignored."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise _NotJson(f"it has {json.dumps(shortened(twice))} twice")
+    return found
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    """One fault in one line. What the client sent is not repeated at length: it may be long, or no JSON."""
     faults = error.errors(include_url=False, include_context=False)
-    deepest = max(faults, key=lambda fault: (fault["type"] == "extra_forbidden", len(fault["loc"])))
-    names = [str(part) for part in deepest["loc"] if not _is_branch(part)]
-    param = ".".join(names) or None
-    if deepest["type"] == "extra_forbidden":
-        return Refusal(f"{param} is not supported here; leave it out", param, code="unsupported_parameter")
-    if deepest["type"] == "missing":
+    told = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    *path, last = told["loc"] or ("",)
+    is_extra = told["type"] == "extra_forbidden"
+    names = [str(part) for part in (*path, last) if part not in _TAGS or (is_extra and part is last)]
+    param = ".".join(shortened(name) for name in names) or None
+    if is_extra:
+        return Refusal(f"{param or repr('')} is not supported here; leave it out", param, code="unsupported_parameter")
+    if told["type"] == "missing":
         return Refusal(f"{param} is missing", param, code="missing_required_parameter")
-    text = deepest["msg"].removeprefix("Value error, ")
-    if param is None:
-        return Refusal(text)
-    found = deepest["input"]
-    shown = f" (got {json.dumps(found)[:60]})" if isinstance(found, str | int | float | bool) else ""
+    text = _WORDS.get(told["type"], told["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1))
+    found = told["input"]
+    shown = f" (got {shortened(json.dumps(found))})" if isinstance(found, str | int | float | bool) else ""
     return Refusal(f"{param}: {text}{shown}", param)
 
 
+_JSON_NAMES = {list: "a JSON list", str: "a JSON text", int: "a JSON number", float: "a JSON number"}
+_JSON_NAMES |= {bool: "a JSON boolean", type(None): "null"}
+_WORDS = {
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "expected an object"),
+    "list_type": "expected a list",
+    "too_short": "expected at least one",
+}
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
     *("repeat_penalty", "repeat_last_n", "ignore_eos"),
 )
-
-
-def _is_branch(part: int | str) -> bool:
-    """Whether Pydantic added ``part`` to tell which branch of a union was tried."""
-    return isinstance(part, str) and (
-        part.startswith(("list[", "constrained-", "function-")) or part in ("str", "dict", "bool")
-    )

@@ -9,26 +9,37 @@ from typing import Any
 
 from specli.events import Event, Finished, Logprobs, PrefillDone, Text, TokenLogprob
 from specli.stats import Stats
+from specli.text import breaks
 
 Json = dict[str, Any]
 PieceOf = Callable[[int], bytes]
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+LEAST_LOGPROB = -9999.0  # OpenAI's word for a probability of 0, whose logarithm is no JSON number
 
 
 @dataclass(slots=True)
 class News:
-    """What is new of a choice: final text, the tokens whose text begins in it (where asked for), and its end."""
+    """What is new of a choice: final text, the tokens whose text begins in it (where asked for), and its end.
+
+    ``offsets``: the character of the answer that each of these tokens begins at.
+    """
 
     text: str = ""
     logprobs: Sequence[TokenLogprob] = field(default_factory=list)
+    offsets: Sequence[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+    def parted(self) -> list[News]:
+        """As chunks: what there is to say, and, by itself, the end."""
+        parts = [News(self.text, self.logprobs, self.offsets)] if self.text or self.logprobs else []
+        return parts if self.finish_reason is None else [*parts, News(finish_reason=self.finish_reason)]
 
 
 class Choice:
-    """One answer as its client sees it. ``piece`` gives a token's bytes."""
+    """One answer as its client sees it. ``piece`` gives a token's bytes; ``has_logprobs``: they were asked for."""
 
-    def __init__(self, index: int, piece: PieceOf) -> None:
-        self.index, self.piece = index, piece
+    def __init__(self, index: int, piece: PieceOf, has_logprobs: bool = False) -> None:
+        self.index, self.piece, self.has_logprobs = index, piece, has_logprobs
         self.stats = Stats()
         self.text = ""
         self.finish_reason: str | None = None
@@ -48,12 +59,19 @@ class Choice:
                 text += event.text
             elif isinstance(event, Logprobs):
                 for token in event.tokens:
-                    self._starts.append(self._n_decoded)
-                    self._n_decoded += len(self._decoder.decode(self.piece(token.token)))
+                    self._place(self.piece(token.token))
             elif isinstance(event, Finished):
                 self.finish_reason = _REASONS[event.reason]
         self.text += text
-        return News(text, self._released(), self.finish_reason)
+        released = self._released()
+        n_told = len(self.logprobs)
+        return News(text, released, self._starts[n_told - len(released) : n_told], self.finish_reason)
+
+    def _place(self, piece: bytes) -> None:
+        """Find the next token's first character, as ``TextStream`` does."""
+        n_broken = breaks(self._decoder.getstate()[0], piece)  # its U+FFFD belongs to the tokens before
+        self._starts.append(self._n_decoded + n_broken)
+        self._n_decoded += len(self._decoder.decode(piece))
 
     def _released(self) -> Sequence[TokenLogprob]:
         known, n_told = self.stats.logprobs or [], len(self.logprobs)
@@ -66,6 +84,11 @@ class Choice:
         released = known[n_told:n_final]
         self.logprobs += released
         return released
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """The character of the answer that each token of ``logprobs`` begins at."""
+        return self._starts[: len(self.logprobs)]
 
     @property
     def n_tokens(self) -> int:
@@ -132,14 +155,14 @@ class Envelope:
     def _whole_choice(self, choice: Choice) -> Json:
         if self.is_chat:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
-            logprobs = _chat_logprobs(choice.logprobs, choice.piece) if choice.stats.logprobs is not None else None
+            logprobs = _chat_logprobs(choice.logprobs, choice.piece) if choice.has_logprobs else None
             return {
                 "index": choice.index,
                 "message": message,
                 "logprobs": logprobs,
                 "finish_reason": choice.finish_reason,
             }
-        logprobs = _legacy_logprobs(choice.logprobs, choice.piece, 0) if choice.stats.logprobs is not None else None
+        logprobs = _legacy_logprobs(choice.logprobs, choice.piece, choice.offsets) if choice.has_logprobs else None
         return {
             "index": choice.index,
             "text": choice.text,
@@ -155,15 +178,13 @@ class Envelope:
 
     def chunk(self, choice: Choice, news: News) -> Json:
         """What is new, as a chunk of a stream; the last one says why the answer ended."""
-        has_logprobs = choice.stats.logprobs is not None and bool(news.logprobs)
+        has_logprobs = choice.has_logprobs and bool(news.logprobs)
         if self.is_chat:
             logprobs = _chat_logprobs(news.logprobs, choice.piece) if has_logprobs else None
             part = {"index": choice.index, "delta": {"content": news.text} if news.text else {}}
             kind = "chat.completion.chunk"
         else:
-            first = len(choice.logprobs) - len(news.logprobs)
-            offset = sum(len(choice.piece(told.token).decode("utf-8", "replace")) for told in choice.logprobs[:first])
-            logprobs = _legacy_logprobs(news.logprobs, choice.piece, offset) if has_logprobs else None
+            logprobs = _legacy_logprobs(news.logprobs, choice.piece, news.offsets) if has_logprobs else None
             part = {"index": choice.index, "text": news.text}
             kind = "text_completion"
         return self._object(kind, [{**part, "logprobs": logprobs, "finish_reason": news.finish_reason}])
@@ -180,7 +201,7 @@ class Envelope:
 def _chat_logprobs(tokens: Sequence[TokenLogprob], piece: PieceOf) -> Json:
     def entry(token: int, logprob: float) -> Json:
         raw = piece(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(raw)}
 
     content = [
         {**entry(told.token, told.logprob), "top_logprobs": [entry(*best) for best in told.top]} for told in tokens
@@ -188,19 +209,21 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], piece: PieceOf) -> Json:
     return {"content": content, "refusal": None}
 
 
-def _legacy_logprobs(tokens: Sequence[TokenLogprob], piece: PieceOf, offset: int) -> Json:
-    """Of ``/v1/completions``. ``offset``: characters before the first token."""
-    texts = [piece(told.token).decode("utf-8", "replace") for told in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops = [{piece(token).decode("utf-8", "replace"): logprob for token, logprob in told.top} for told in tokens]
+def _legacy_logprobs(tokens: Sequence[TokenLogprob], piece: PieceOf, offsets: Sequence[int]) -> Json:
+    """Of ``/v1/completions``. ``offsets``: the character of the answer that each token begins at."""
+
+    def text(token: int) -> str:
+        return piece(token).decode("utf-8", "replace")
+
+    tops: list[dict[str, float]] = [{} for _ in tokens]
+    for told, top in zip(tokens, tops, strict=True):
+        for token, logprob in told.top:  # best first: of two with one text the likelier counts
+            top.setdefault(text(token), max(LEAST_LOGPROB, logprob))
     return {
-        "tokens": texts,
-        "token_logprobs": [told.logprob for told in tokens],
+        "tokens": [text(told.token) for told in tokens],
+        "token_logprobs": [max(LEAST_LOGPROB, told.logprob) for told in tokens],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

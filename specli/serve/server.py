@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specli.config import ServeOptions
 from specli.errors import ConfigError
@@ -20,14 +24,71 @@ LOGGER = logging.getLogger("specli.serve")
 _KEEP_ALIVE_S = 75
 
 
-class _Server(uvicorn.Server):
+class Protocol(H11Protocol):
+    """A connection. Who takes too long to send a request, or to read an answer, is cut off."""
+
+    arrival_s, stall_s = 60.0, 60.0
+
+    _arriving: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._arriving = self.loop.call_later(self.arrival_s, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._arriving = self._arriving or self.loop.call_later(self.arrival_s, self.transport.abort)
+        elif self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        for timer in (self._arriving, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
+class Server(uvicorn.Server):
     """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
 
     was_forced = False
 
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; then tell that clients may come, and signals are understood. Raises ``ConfigError``."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two may bind to one port, as long as neither listens
+            raise ConfigError(f"the port cannot be listened at: {error.strerror or error}; give another") from error
+        self._ready()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn."""
         if self.should_exit:
             self.force_exit = self.was_forced = True
+            for connection in list(self.server_state.connections):  # or their answers would be waited for
+                connection.loop.call_soon_threadsafe(connection.transport.abort)
         else:
             LOGGER.warning("stopping: answers under way are finished first; once more stops at once")
         self.should_exit = True
@@ -56,8 +117,10 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(session: Session, options: ServeOptions, listener: socket.socket) -> bool:
-    """Answer until a signal; whether what was under way was finished."""
+def assemble(
+    session: Session, options: ServeOptions, ready: Callable[[], None] = lambda: None
+) -> tuple[Server, Scheduler]:
+    """What answers, neither started yet."""
     sla = Sla(options.sla_ttft_ms, options.sla_tpot_ms)
     metrics = Metrics(session.speculation.k, session.engine.n_sequences)
     metrics.set_bounds(sla.ttft_ms, sla.tpot_ms)
@@ -65,6 +128,8 @@ def serve(session: Session, options: ServeOptions, listener: socket.socket) -> b
     scheduler = Scheduler(session, metrics, pace, options.n_queue)
     config = uvicorn.Config(
         make_app(Service(session, scheduler, metrics, options)),
+        http=Protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -72,12 +137,17 @@ def serve(session: Session, options: ServeOptions, listener: socket.socket) -> b
         timeout_keep_alive=_KEEP_ALIVE_S,
         headers=[("Server", "specli")],
     )
-    server = _Server(config)
+    return Server(config, ready), scheduler
+
+
+def serve(
+    session: Session, options: ServeOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None
+) -> bool:
+    """Answer until a signal; whether what was under way was finished. ``ready`` is called when clients may come."""
+    server, scheduler = assemble(session, options, ready)
     scheduler.start()
     try:
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again when it is done
-        pass
     finally:
         scheduler.stop(now=server.was_forced)
     return not server.was_forced
