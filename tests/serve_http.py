@@ -66,7 +66,7 @@ def user(content: object) -> dict[str, object]:
 
 
 def request(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
-    head = (f"{method} {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}", *headers)
+    head = (f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers)
     return "\r\n".join((*head, "\r\n")).encode() + body
 
 

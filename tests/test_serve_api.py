@@ -725,6 +725,30 @@ def test_gone_while_queued(exact) -> None:
         server.wait_idle()
 
 
+def test_only_names_of_this_machine_without_a_key(session) -> None:
+    """A page at rebound.example, whose name points here, is of the same origin for its browser."""
+    port = "8080"
+    with serving(session) as server:
+        for host, status in (
+            ("localhost", 200),
+            (f"localhost:{port}", 200),
+            (f"LOCALHOST:{port}", 200),
+            (f"127.0.0.1:{port}", 200),
+            (f"[::1]:{port}", 200),
+            ("rebound.example", 403),
+            (f"rebound.example:{port}", 403),
+            (f"127.0.0.1.rebound.example:{port}", 403),
+            ("", 200),
+        ):
+            reply = server.http.get("/v1/models", headers={"Host": host})
+            assert reply.status_code == status, host
+            if status == 403:
+                assert "--api-key" in reply.json()["error"]["message"]
+    with serving(session, api_keys=("k",)) as server:
+        headers = {"Host": "llm.example", "Authorization": "Bearer k"}
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_a_full_queue(session) -> None:
     with serving(session, n_queue=1) as server:
         running = [server.ask(**ENDLESS, stream=True) for _ in range(N_SLOTS)]
@@ -781,8 +805,8 @@ def test_who_reads_nothing_is_cut_off(session) -> None:
     [
         b"",
         b"POST /v1/comp",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
     ],
 )
 def test_who_never_ends_a_request_is_cut_off(server, sent: bytes) -> None:
@@ -831,7 +855,7 @@ def test_a_patient_client_is_not_cut_off(server) -> None:
 )
 def test_a_head_that_lies_is_refused(server, head: bytes) -> None:
     with server.connect() as made:
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
         made.shutdown(socket.SHUT_WR)
         said = b""
         try:
@@ -853,7 +877,7 @@ def test_a_body_that_is_too_long(server) -> None:
 
 def test_a_body_shorter_than_declared_is_nothing(server) -> None:
     with server.connect() as made:
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{}")
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{}")
         made.shutdown(socket.SHUT_WR)
         assert is_closed(made)
     assert server.complete(max_tokens=1).status_code == 200

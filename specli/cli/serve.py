@@ -28,6 +28,7 @@ from specli.config import (
     SpeculationOptions,
 )
 from specli.errors import Cancelled, ConfigError
+from specli.registry import DEFAULT_PAIR
 
 if TYPE_CHECKING:
     from specli.session import Session
@@ -65,9 +66,11 @@ def serve(
     """
     require_packages()
     options = server.options()
+    choice = ModelChoice.of(context)
+    if options.alias is None and choice.is_pair:
+        options = dataclasses.replace(options, alias=choice.pair or DEFAULT_PAIR)
     if samplers.generation(GenerationOptions(), has_json=True).n_logprobs is not None:
         raise ConfigError("--logprobs was given, but each request says so for itself; leave it out")
-    choice = ModelChoice.of(context)
     kind, note = map_spec_type(spec_type)
     target = dataclasses.replace(loading.target(models.target(choice)), n_sequences=server.parallel)
     draft = loading.draft(models.draft(target, choice))

@@ -58,7 +58,7 @@ class Service:
 
     def __init__(self, session: Session, scheduler: Scheduler, metrics: Metrics, options: ServeOptions) -> None:
         self.session, self.scheduler, self.metrics, self.options = session, scheduler, metrics, options
-        self.model = scalar(options.alias or session.settings.target.label)
+        self.model = scalar(options.alias or session.settings.target.label.removesuffix(".gguf"))
         self.prompts = Prompts(session)
         self.created = int(time.time())
         self._verifier = functools.lru_cache(N_VERIFIERS)(session.verifier_for)

@@ -12,14 +12,20 @@ from specli.serve.metrics import Metrics
 from specli.serve.replies import problem
 
 _PUBLIC = ("/health", "/v1/health")
+_OWN_NAMES = (b"localhost", b"127.0.0.1", b"[::1]", b"::1")
 
 
 class Guard:
-    """Lets through requests with a key and a body that is not too long; ``app`` gets the body in one piece."""
+    """Lets through requests with a key and a body that is not too long; ``app`` gets the body in one piece.
+
+    Without a key a loopback server answers only to names of this machine: a web page whose name was made to point here
+    (DNS rebinding) sends its own.
+    """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._metrics, self._limit = app, metrics, options.max_body_bytes
         self._keys = [key.encode("ascii") for key in options.api_keys]
+        self._names = (*_OWN_NAMES, options.host.encode("utf-8")) if options.is_loopback and not self._keys else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -30,6 +36,11 @@ class Guard:
             self._metrics.refuse("unauthorized")
             body = problem("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key")
             await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        if self._names and _host(scope).lower() not in self._names:
+            self._metrics.refuse("unauthorized")
+            body = problem("this server answers to names of its own machine only; others need --api-key", 403)
+            await JSONResponse(body, 403)(scope, receive, send)
             return
         try:
             read = await _read(receive, _header(scope, b"content-length"), self._limit)
@@ -84,6 +95,13 @@ class _Replay:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         return await self._receive()
+
+
+def _host(scope: Scope) -> bytes:
+    """The name that the client calls the server by, without the port; of this machine where it gives none."""
+    host = _header(scope, b"host") or _OWN_NAMES[0]
+    name, colon, port = host.rpartition(b":")
+    return name if colon and port.isdigit() and (host.count(b":") == 1 or name.endswith(b"]")) else host
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

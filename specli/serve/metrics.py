@@ -45,10 +45,9 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Drafts that the target judged.")
         self._proposed = counter("spec_decode_num_draft_tokens", "Draft tokens that the target judged.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens that the target accepted.")
-        per_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", ["position"]
-        )
-        self._per_position = [per_position.labels(str(i)) for i in range(k_max)]
+        judged = counter("spec_decode_num_draft_tokens_per_pos", "Judged draft tokens by position.", ["position"])
+        passed = counter("spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", ["position"])
+        self._judged, self._passed = ([one.labels(str(i)) for i in range(k_max)] for one in (judged, passed))
         self._acceptance = gauge("spec_decode_acceptance_rate", "Accepted / judged draft tokens of the last minute.")
         self._tau = gauge("spec_decode_block_efficiency", "Tokens per sequence and round of the last minute.")
         self._rounds = counter("rounds", "Rounds, each one pass of the target over all running sequences.")
@@ -65,9 +64,9 @@ class Metrics:
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCIES)
         self._wait = histogram("request_queue_time_seconds", "From arrival to a slot.", _LATENCIES)
-        self.running = gauge("requests_running", "Answers that have a slot.")
-        self.waiting = gauge("requests_waiting", "Answers that wait for a slot.")
-        self.kv_usage = gauge("kv_cache_usage_ratio", "Tokens in the caches / tokens that fit.")
+        self._running = gauge("requests_running", "Answers that have a slot.")
+        self._waiting = gauge("requests_waiting", "Answers that wait for a slot.")
+        self._kv_usage = gauge("kv_cache_usage_ratio", "Tokens in the caches / tokens that fit.")
         self._prompt = counter("prompt_tokens", "Prompt tokens, those from a slot's cache included.")
         self._cached = counter("prompt_tokens_cached", "Prompt tokens that a slot's cache held.")
         self._generated = counter("generation_tokens", "Tokens of answers.")
@@ -102,7 +101,7 @@ class Metrics:
         self._proposed.inc(proposed)
         self._accepted.inc(accepted)
         for part in outcome.sequences:
-            for position in self._per_position[: part.accepted]:
+            for position in (*self._judged[: part.proposed], *self._passed[: part.accepted]):
                 position.inc()
         for part_name, part_s in zip(self._seconds, (outcome.draft_s, outcome.verify_s, outcome.host_s), strict=True):
             self._seconds[part_name].inc(max(0.0, part_s))
@@ -121,12 +120,15 @@ class Metrics:
         """Prompts were evaluated."""
         self._prefill_s.inc(max(0.0, seconds))
 
+    def observe_load(self, n_running: int, n_waiting: int, kv_usage: float) -> None:
+        """What there is to do now. ``kv_usage``: tokens in the caches / tokens that fit."""
+        self._running.set(n_running)
+        self._waiting.set(n_waiting)
+        self._kv_usage.set(kv_usage)
+
     def observe_answer(self, stats: Stats, arrived_s: float, ended_s: float, *, is_aborted: bool) -> None:
         """An answer has ended. Latencies count answers that were given whole."""
-        if stats.n_prompt is not None:
-            self._prompt.inc(stats.n_prompt)
-            self._cached.inc(stats.n_reused)
-        self._generated.inc(stats.n_tokens)
+        self.observe_tokens(stats)
         reason: FinishReason = stats.finish_reason or "cancelled"
         self._finished[reason].inc()
         if is_aborted:
@@ -139,6 +141,13 @@ class Metrics:
         for gap_ms in stats.itl_token_ms:
             self._itl.observe(gap_ms / 1000)
         self._e2e.observe(ended_s - arrived_s)
+
+    def observe_tokens(self, stats: Stats) -> None:
+        """The tokens of an answer that has ended, well or not."""
+        if stats.n_prompt is not None:
+            self._prompt.inc(stats.n_prompt)
+            self._cached.inc(stats.n_reused)
+        self._generated.inc(stats.n_tokens)
 
     def refuse(self, kind: str) -> None:
         """A request got an error of ``kind``."""

@@ -107,11 +107,11 @@ class Scheduler:
             if self._is_stopping:
                 raise Unavailable("the server is stopping")
             n_free = sum(slot.job is None for slot in self._slots)
-            if len(self._waiting) + len(jobs) > self._n_queue + n_free:
+            n_waiting = sum(not job.is_cancelled for job in self._waiting)
+            if n_waiting + len(jobs) > self._n_queue + n_free:
                 answer_s = self._answer_s.mean(self._clock())
-                raise QueueFull(len(self._waiting), self._pace.wait_s(len(self._waiting), len(self._slots), answer_s))
+                raise QueueFull(n_waiting, self._pace.wait_s(n_waiting, len(self._slots), answer_s))
             self._waiting.extend(jobs)
-            self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 
     def wake(self) -> None:
@@ -131,7 +131,9 @@ class Scheduler:
 
     def exposition(self) -> bytes:
         """What ``/metrics`` says."""
-        now_s = self._clock()
+        now_s, engine = self._clock(), self._session.engine
+        n_held = sum(engine.n_past(slot.index) for slot in self._slots)
+        self._metrics.observe_load(self.n_running, self.n_waiting, n_held / (engine.n_ctx * len(self._slots)))
         return self._metrics.expose(now_s, self._pace.p95(now_s), self._pace.broken(now_s))
 
     # -- in the engine's thread
@@ -156,8 +158,9 @@ class Scheduler:
             jobs = [*self._waiting, *(slot.job for slot in self._slots if slot.job is not None)]
             self._waiting.clear()
         for slot in self._slots:
-            slot.job = slot.running = None
+            slot.job = slot.running = slot.stats = None
         for job in jobs:
+            self._metrics.refuse("unavailable" if isinstance(error, Unavailable) else "engine")
             job.fail(error)
 
     def _wait(self) -> bool:
@@ -185,7 +188,6 @@ class Scheduler:
             left = [job for job in self._waiting if job.is_cancelled or job.deadline_s <= now_s]
             for job in left:
                 self._waiting.remove(job)
-            self._metrics.waiting.set(len(self._waiting))
         for gone in left:
             if gone.is_cancelled:
                 self._metrics.observe_answer(Stats(), gone.arrived_s, now_s, is_aborted=True)
@@ -207,7 +209,6 @@ class Scheduler:
             with self._changed:
                 is_possible = bool(self._waiting) and n_active < len(self._slots) and self._pace.may_admit(n_active)
                 job = self._waiting.popleft() if is_possible else None
-                self._metrics.waiting.set(len(self._waiting))
             if job is None:
                 return
             if job.is_cancelled:
@@ -225,7 +226,6 @@ class Scheduler:
         slot.job, slot.used, slot.stats = job, self._turn, Stats(slot.index)
         job.slot, job.started_s = slot.index, self._clock()
         self._metrics.observe_start(job.started_s - job.arrived_s)
-        self._metrics.running.set(self.n_running)
         coins = None if job.seed is None else [job.seed, len(job.prompt)]
         rng = np.random.default_rng(coins)
         seed = int(rng.integers(2**32)) if job.seed is None else job.seed
@@ -257,14 +257,22 @@ class Scheduler:
             if isinstance(event, RoundDone):
                 emitted = sum(part.emitted for part in event.sequences)
                 self._pace.observe_round(len(decoding), emitted, event.at_s - started_s)
-                controller = self._session.controller
-                self._metrics.observe_round(event, controller.record.state if controller else "off")
+                self._metrics.observe_round(event, self._state(event))
         for slot in decoding:
             own = [event for event in events if isinstance(event, RoundDone) or event.sequence == slot.index]
             self._handle(slot, own)
         self._n_rounds += 1
         if self._n_rounds % N_ROUNDS_TOLD == 0 and self._session.controller is not None:
             self._session.controller.begin_answer()
+
+    def _state(self, outcome: RoundDone) -> str:
+        """What the controller did; without one, whether anything was drafted."""
+        session = self._session
+        if session.controller is not None:
+            return session.controller.record.state
+        if not any(part.proposed for part in outcome.sequences):
+            return "off"
+        return "n-gram" if session.speculation.drafter == "n-gram" else "draft"
 
     def _feed(self) -> None:
         """Evaluate a part of the prompts, the oldest first."""
@@ -325,14 +333,12 @@ class Scheduler:
         slot.used = self._turn
         if running is not None:
             self._decoder.release(running.request)
-        engine = self._session.engine
-        n_held = sum(engine.n_past(other.index) for other in self._slots)
-        self._metrics.kv_usage.set(n_held / (engine.n_ctx * len(self._slots)))
-        self._metrics.running.set(self.n_running)
 
     def _fail(self, slot: _Slot, error: SpecError) -> None:
         """End one answer; what its cache holds is not trusted."""
         job = slot.job
+        if slot.stats is not None:
+            self._metrics.observe_tokens(slot.stats)
         self._metrics.refuse("timeout" if isinstance(error, TimedOut) else "engine")
         slot.running = None
         self._release(slot)
