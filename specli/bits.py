@@ -82,22 +82,23 @@ def measure(
 
 
 def together(alone: Engine, shared: Engine, tokens: Sequence[int], length: int, width: int) -> Shift:
-    """How far logits move when a pass of ``width`` tokens holds all sequences of ``shared``, which must be empty.
+    """How far logits move when a pass of up to ``width`` tokens holds all sequences of ``shared``, which must be empty.
 
-    Each has another text of ``length`` tokens, and is compared with one-token passes of ``alone``, an engine of one
-    sequence. Both are left empty.
+    Each has another text, of another length up to ``length``, and another part of the pass, as in a server; it is
+    compared with one-token passes of ``alone``, an engine of one sequence. Both are left empty.
     """
-    each = max(1, width // shared.n_sequences)
+    most = max(1, width // shared.n_sequences)
     slices, narrow = list[Slice](), list[Rows]()
     for sequence in range(shared.n_sequences):
         text = [*tokens[sequence:], *tokens[:sequence]]
+        n_before, n = max(1, length - 7 * sequence), max(1, most - sequence % 3)
         alone.rollback(0, 0)
         for engine, own in ((alone, 0), (shared, sequence)):
-            _feed(engine, text, length, own)
-        for position in range(length, length + each):
+            _feed(engine, text, n_before, own)
+        for position in range(n_before, n_before + n):
             row = alone.evaluate([Slice(0, [text[position]], position, 1)]).rows[0]
             narrow.append(row.copy())
-        slices.append(Slice(sequence, text[length : length + each], length, each))
+        slices.append(Slice(sequence, text[n_before : n_before + n], n_before, n))
     wide = np.concatenate([rows.copy() for rows in shared.evaluate(slices).rows])
     for sequence in range(shared.n_sequences):
         shared.rollback(sequence, 0)

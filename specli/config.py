@@ -165,6 +165,11 @@ class ModelOptions:
         if self.n_ctx is not None:
             _require("-c/--ctx-size", self.n_ctx, 0 <= self.n_ctx < 2**31, "0 (as trained) or more tokens")
         _require("-np/--parallel", self.n_sequences, 1 <= self.n_sequences <= 256, "1 to 256 texts at a time")
+        if self.n_sequences > min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch):
+            raise ConfigError(
+                f"-np {self.n_sequences} was given, but a pass holds no more than -b, -ub and -c say "
+                f"({min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch)} tokens), and each text needs one"
+            )
         _require("-b/--batch-size", self.n_batch, 0 < self.n_batch < 2**31, "at least 1 token")
         _require("-ub/--ubatch-size", self.n_ubatch, 0 < self.n_ubatch < 2**31, "at least 1 token")
         for flag, threads in (("-t/--threads", self.n_threads), ("-tb/--threads-batch", self.n_threads_batch)):
@@ -491,6 +496,11 @@ class ServeOptions:
         _require("-n/--predict", self.n_predict, self.n_predict == -1 or 0 < self.n_predict < 2**31, "1 or more, or -1")
         for flag, bound_ms in (("--sla-ttft", self.sla_ttft_ms), ("--sla-tpot", self.sla_tpot_ms)):
             _require(flag, bound_ms, bound_ms is None or 0 < bound_ms < 1e9, "milliseconds above 0")
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether there is anything to keep."""
+        return self.sla_ttft_ms is not None or self.sla_tpot_ms is not None
 
     @property
     def is_loopback(self) -> bool:

@@ -107,8 +107,9 @@ class Decoder:
             return
         verdict = self._judge(running).verify(EMPTY, rows, state)
         n_prompt, spans = len(state.tokens), self._commit(running, [verdict.next_token], n_accepted=0)
+        logprobs = running.logprobs(rows)
         yield PrefillDone(state.id, n_prompt, request.accepted_at_s, self.clock(), running.prefill_s, running.n_reused)
-        yield from running.logprobs(rows)
+        yield from logprobs
         yield from self._emit(running, spans)
 
     def round(self, active: Sequence[Running]) -> Iterator[Event]:
@@ -127,6 +128,7 @@ class Decoder:
                 count, spans = self._settle(running, draft, rows)
             except SpecError as error:
                 failed.append(Failed(running.state.id, error))
+                counts.append(SequenceRound(running.state.id, 0, 0, 0))
                 continue
             counts.append(count)
             told.append((running, spans, running.logprobs(rows)))

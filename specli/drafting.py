@@ -19,6 +19,7 @@ from specli.verify import Verifier
 CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 8, 16)  # tokens, at the ends of kernel tiles; the first pays for page faults
 # below this estimate the n-gram drafter proposes nothing; a controller knows better
 FIXED_HIT_RATE, CONTROLLED_HIT_RATE = 0.4, 0.2
+SHARED_FEED = 128  # tokens of catching up in one round, where other texts wait for it
 FEED = 17  # tokens: a catch-up of the draft, to tell a flat curve from a linear one
 
 
@@ -64,8 +65,9 @@ class Drafting:
 
     def _model(self, controller: Controller | None) -> ModelDrafter:
         assert self.draft is not None
+        feed_most = SHARED_FEED if self.target.n_sequences > 1 else None
         return ModelDrafter(
-            self.draft, self.verifier, self.target.n_vocab, self.end_ids, self.n_min, self.p_min, pacer=controller
+            self.draft, self.verifier, self.target.n_vocab, self.end_ids, self.n_min, self.p_min, controller, feed_most
         )
 
     def _calibrate(self, controller: Controller) -> None:

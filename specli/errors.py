@@ -9,6 +9,9 @@
     │   ├── DeadEnd               6   a grammar, or bans, that allow no token
     │   └── RollbackUnsupported   6   a memory that cannot drop its last tokens
     ├── ServerError               7   a server that cannot be reached, or does not answer as it should
+    ├── QueueFull                 1   specli serve: more requests wait than may
+    ├── TimedOut                  1   specli serve: an answer that was not finished in time
+    ├── Unavailable               1   specli serve: stopping, or the engine has failed for good
     └── Cancelled               130   Ctrl-C
 
 A message says what was found, what was expected, and what to do. ``tests/test_errors.py`` keeps this tree complete.
@@ -65,6 +68,22 @@ class ServerError(SpecError):
     """A server that cannot be reached, refuses, or does not answer as an OpenAI-compatible one."""
 
     exit_code = 7
+
+
+class QueueFull(SpecError):
+    """More requests wait than may. ``retry_after_s``: when one of the places should be free."""
+
+    def __init__(self, n_waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"{n_waiting} requests are waiting already; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class TimedOut(SpecError):
+    """An answer that was not finished in time."""
+
+
+class Unavailable(SpecError):
+    """The server is stopping, or its engine has failed for good."""
 
 
 class Cancelled(SpecError):

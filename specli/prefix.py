@@ -32,8 +32,8 @@ class KeptPrefix:
         self._has_told = False
 
     def n_shared(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens of a prompt are there already."""
-        return common_prefix(self._state.tokens, tokens)
+        """How many leading tokens of a prompt the cache holds."""
+        return min(common_prefix(self._state.tokens, tokens), self._engine.n_past(self._state.id))
 
     def open(self, state: SequenceState) -> int:
         """Cut caches and drafter back to what they share with ``state.tokens``, a prompt; the number of these tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,11 @@ from specli.chat import Message
 from specli.config import ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.serve.scheduler import Scheduler
 from specli.session import Session
-from tests.serving import answer, serving
+from tests.serving import Answer, answer, serving
 
 AT_A_TIME = (1, 2, 4, 8)
 WORKLOADS = ("chat", "rewrite", "extract", "story")
-N_PER_CLIENT = 3  # answers
+N_ANSWERS = 8
 LONG_PROMPT = 1500  # tokens
 HEAD = "| answers at a time | plain | speculative | speculative ÷ plain | acceptance |\n|---|---|---|---|---|"
 
@@ -37,22 +38,19 @@ def prompts(session: Session) -> list[list[int]]:
     return [session.chat_ids([Message("user", prompt.text)]) for prompt in mixed]
 
 
-def closed_loop(session: Session, n: int, n_predict: int, first: int, *, speculate: bool) -> tuple[float, float | None]:
-    """``n`` clients, each of whom asks ``N_PER_CLIENT`` times: tokens per second, and acceptance."""
-    every = prompts(session)
+def closed_loop(session: Session, n: int, n_predict: int, *, speculate: bool) -> tuple[float, float | None]:
+    """The same ``N_ANSWERS``, ``n`` at a time: tokens per second, and acceptance."""
+    places, done = threading.Semaphore(n), list[Answer]()
+    every = prompts(session)[:N_ANSWERS]
     with serving(session, speculate=speculate) as scheduler:
         started_s = time.perf_counter()
-        under_way, done, asked = [], [], 0
-        while len(done) < n * N_PER_CLIENT:
-            while len(under_way) < n and asked < n * N_PER_CLIENT:
-                one = answer(session, every[(first + asked) % len(every)], n_predict)
-                scheduler.submit([one.job])
-                under_way.append(one)
-                asked += 1
-            time.sleep(0.001)
-            done += [one for one in under_way if one.ended.is_set()]
-            under_way = [one for one in under_way if not one.ended.is_set()]
-        seconds = max(one.at_s[-1] for one in done) - started_s
+        for prompt in every:
+            places.acquire()
+            one = answer(session, prompt, n_predict)
+            one.then = places.release
+            scheduler.submit([one.job])
+            done.append(one)
+        seconds = max(one.wait().at_s[-1] for one in done) - started_s
     proposed = sum(one.stats.proposed for one in done)
     acceptance = sum(one.stats.accepted for one in done) / proposed if proposed else None
     return sum(one.stats.n_tokens for one in done) / seconds, acceptance
@@ -64,11 +62,11 @@ def throughput(target: Path, draft: Path, n_predict: int, n_turns: int) -> Itera
     acceptance: dict[int, list[float]] = {n: [] for n in AT_A_TIME}
     with load(target, draft, max(AT_A_TIME)) as session:
         for n in AT_A_TIME:  # the controller learns this machine first
-            closed_loop(session, n, n_predict, 0, speculate=True)
+            closed_loop(session, n, n_predict, speculate=True)
         for turn in range(n_turns):
             for n in AT_A_TIME:
                 for is_on in (False, True) if turn % 2 else (True, False):
-                    rate, accepted = closed_loop(session, n, n_predict, turn * N_PER_CLIENT, speculate=is_on)
+                    rate, accepted = closed_loop(session, n, n_predict, speculate=is_on)
                     found[n, is_on].append(rate)
                     if is_on and accepted is not None:
                         acceptance[n].append(accepted)
@@ -111,7 +109,7 @@ def _gaps(session: Session, scheduler: Scheduler) -> list[float]:
     others = [answer(session, prompt, 160) for prompt in prompts(session)[:4]]
     scheduler.submit([one.job for one in others])
     while any(len(one.at_s) < 20 for one in others):
-        time.sleep(0.001)
+        time.sleep(0.02)
     text = " ".join(prompt.text for prompt in built_in(WORKLOADS))
     ids = session.text_ids(text)
     long = answer(session, (ids * (LONG_PROMPT // len(ids) + 1))[:LONG_PROMPT], 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ HANG_S = 300.0
 
 @dataclass(eq=False)
 class Answer:
-    """What one client got, with a clock mark (s) of each delivery that held text."""
+    """What one client got, with a clock mark (s) of each delivery that held text. ``then`` is called at its end."""
 
     job: Job
     stats: Stats = field(default_factory=Stats)
@@ -31,6 +31,7 @@ class Answer:
     at_s: list[float] = field(default_factory=list)
     error: Exception | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    then: Callable[[], None] = lambda: None
 
     def take(self, events: Sequence[Event]) -> None:
         """In the engine's thread."""
@@ -45,6 +46,7 @@ class Answer:
                 self.error = event.error
             if isinstance(event, Finished | Failed):
                 self.ended.set()
+                self.then()
 
     def wait(self) -> Answer:
         """Until it is over."""
@@ -62,7 +64,6 @@ def answer(
     now_s = time.perf_counter()
     made = Answer.__new__(Answer)
     values = {
-        "id": "x",
         "prompt": prompt,
         "verifier": session.verifier_for(sampling),
         "seed": sampling.seed,
@@ -90,8 +91,7 @@ def serving(session: Session, *, speculate: bool = True, chunked: bool = True) -
         yield scheduler
     finally:
         scheduler.stop()
-        for slot in scheduler._slots:
-            slot.kept.drop()
+        scheduler.drop_caches()
 
 
 def _plain(session: Session) -> SimpleNamespace:

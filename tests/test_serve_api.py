@@ -16,11 +16,10 @@ from serve_http import HANG_S, Serving, events, is_closed, limits, read_response
 from support import collect, settings
 
 from specli.config import GenerationOptions, TemplateOptions
-from specli.errors import EngineError
+from specli.errors import EngineError, Unavailable
 from specli.events import Finished
 from specli.exact import Proof
 from specli.serve.app import _failure
-from specli.serve.job import Unavailable
 from specli.session import Session
 
 pytestmark = pytest.mark.model
@@ -634,7 +633,7 @@ def test_cors_only_where_it_was_asked_for(server, session) -> None:
     asks = {**page, "Access-Control-Request-Method": "POST"}
     asks["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     assert "access-control-allow-origin" not in server.http.get("/v1/models", headers=page).headers
-    assert server.http.options("/v1/chat/completions", headers=asks).status_code == 405
+    assert server.http.options("/v1/chat/completions", headers=asks).status_code == 403
     with serving(session, cors_origins=("https://page.example",), api_keys=("k",)) as other:
         allowed = other.http.options("/v1/chat/completions", headers=asks)
         assert allowed.status_code == 200
@@ -744,6 +743,15 @@ def test_only_names_of_this_machine_without_a_key(session) -> None:
             assert reply.status_code == status, host
             if status == 403:
                 assert "--api-key" in reply.json()["error"]["message"]
+        for origin, status in (
+            ("http://localhost:3000", 200),
+            ("http://127.0.0.1", 200),
+            ("https://page.example", 403),
+            ("null", 403),
+        ):
+            assert server.http.get("/v1/models", headers={"Origin": origin}).status_code == status, origin
+    with serving(session, cors_origins=("https://page.example",)) as server:
+        assert server.http.get("/v1/models", headers={"Origin": "https://page.example"}).status_code == 200
     with serving(session, api_keys=("k",)) as server:
         headers = {"Host": "llm.example", "Authorization": "Bearer k"}
         assert server.http.get("/v1/models", headers=headers).status_code == 200
@@ -855,7 +863,8 @@ def test_a_patient_client_is_not_cut_off(server) -> None:
 )
 def test_a_head_that_lies_is_refused(server, head: bytes) -> None:
     with server.connect() as made:
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+        start = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        made.sendall(start + head + b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
         made.shutdown(socket.SHUT_WR)
         said = b""
         try:

@@ -14,12 +14,12 @@ from specli.controller import Controller
 from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.ngram import NgramDrafter
 from specli.engine.table import TableEngine, random_logits
-from specli.errors import DeadEnd, EngineError, SpecError
+from specli.errors import DeadEnd, EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, PrefillDone, RoundDone, Text
 from specli.sampling import Sampler
-from specli.serve.job import Job, QueueFull, TimedOut, Unavailable
+from specli.serve.job import Job
 from specli.serve.metrics import Metrics
-from specli.serve.pace import Pace, Sla
+from specli.serve.pace import Pace, Sla, Window
 from specli.serve.scheduler import Scheduler
 from specli.verify import make_verifier
 
@@ -39,7 +39,6 @@ class Client:
         self._on_event = on_event
         now_s = time.perf_counter()
         values = {
-            "id": "a",
             "prompt": list(prompt),
             "verifier": GREEDY,
             "seed": None,
@@ -92,6 +91,7 @@ def server():
         engine: TableEngine | None = None,
         pace: Pace | None = None,
         start=True,
+        exact=False,
         **options,
     ) -> Scheduler:
         engine = engine or TableEngine(LOGITS, V, n_sequences=n_slots, **{"n_ctx": 200, **options})
@@ -104,7 +104,7 @@ def server():
             controller=controller,
             model=SimpleNamespace(piece=lambda token: bytes([65 + token])),
             speculation=SimpleNamespace(k=4),
-            settings=SimpleNamespace(exact=False),
+            settings=SimpleNamespace(exact=exact),
         )
         scheduler = Scheduler(session, Metrics(4, n_slots), pace or Pace(), n_queue)
         scheduler.engine = engine
@@ -369,7 +369,7 @@ def test_prompts_take_turns_with_answers(server):
     engine = TableEngine(LOGITS, V, n_ctx=400, n_batch=128, n_sequences=2, pass_s=lambda n: 0.001 * n)
     pace = Pace()
     pace.observe_chunk(100, 1.0)
-    pace.observe_round(1, 1, 0.1)
+    pace.observe_round(1, 1, 0.1, 0.0)
     scheduler = server(engine=engine, pace=pace, start=False)
     quick, long = Client([1], max_tokens=60), Client([i % V for i in range(300)], max_tokens=2)
     ask(scheduler, quick, long)
@@ -379,6 +379,39 @@ def test_prompts_take_turns_with_answers(server):
     chunks = [length for _start, length in engine.batches if length > 8]
     assert len(chunks) >= 3
     assert max(chunks) < 128
+
+
+def test_exact_prompts_are_cut_where_they_are_cut_alone(server):
+    """Two that come together share a turn, never a batch."""
+    engine = TableEngine(LOGITS, V, n_ctx=400, n_batch=64, n_sequences=2)
+    scheduler = server(engine=engine, start=False, exact=True)
+    clients = [Client([i % V for i in range(40)]), Client([i % 7 for i in range(100)])]
+    ask(scheduler, *clients)
+    scheduler.start()
+    for client in clients:
+        client.wait()
+    assert [part for part in engine.batches if part[1] > 8] == [(0, 40), (0, 64), (64, 36)]
+
+
+def test_a_cancelled_prompt_claims_no_more_than_is_evaluated(server):
+    """A slot that was promised 160 tokens and holds 32 is worth less than one that holds 100."""
+
+    class Watched(TableEngine):
+        def evaluate(self, slices, interruptible=False):
+            if slices[0].start == 16 and slices[0].sequence == 1:
+                gone.job.cancel()
+            return super().evaluate(slices, interruptible)
+
+    engine = Watched(LOGITS, V, n_ctx=300, n_batch=16, n_sequences=2)
+    scheduler = server(engine=engine)
+    text = [int(token) for token in np.random.default_rng(0).integers(0, V, 200)]
+    ask(scheduler, kept := Client(text[:100], max_tokens=1))
+    kept.wait()
+    gone = Client([text[0] + 1 & 7, *text[1:160]], reuse=False)
+    ask(scheduler, gone)
+    gone.wait()
+    ask(scheduler, again := Client(text[:120]))
+    assert again.wait().n_reused >= 100
 
 
 def test_random_arrivals_departures_and_failures_leave_nothing_behind(server):
@@ -430,30 +463,37 @@ def test_a_prompt_gets_what_the_usual_round_leaves():
     assert pace.chunk(0, 512) == 512, "nobody waits for a round"
     assert pace.chunk(2, 512) == 16, "nothing is known yet"
     pace.observe_chunk(100, 0.1)  # 1 ms per token
-    pace.observe_round(2, 2, 0.02)
+    pace.observe_round(2, 2, 0.02, 0.0)
     assert pace.chunk(2, 512) == 40  # twice the round
+    for _ in range(3):
+        pace.observe_chunk(1, 0.02)
+    assert pace.chunk(2, 512) == 40, "a single token tells what a pass costs, not what a token does"
     assert pace.chunk(2, 8) == 8
     assert Pace(is_chunked=False).chunk(2, 512) == 512
 
 
 def test_a_bound_on_tpot_decides_what_a_prompt_gets_and_who_comes_in():
     pace = Pace(Sla(tpot_ms=50))
-    assert pace.may_admit(3), "nothing is known yet"
+    assert pace.may_admit(3, 0.0), "nothing is known yet"
     pace.observe_chunk(1000, 1.0)
-    pace.observe_round(2, 4, 0.06)  # 2 tokens each: 30 ms per token
+    for _ in range(3):
+        pace.observe_round(2, 4, 0.06, 0.0)  # 2 tokens each: 30 ms per token
     assert pace.chunk(2, 512) == 40  # 100 ms for two tokens, 60 taken
-    assert pace.foreseen_tpot_ms(2) == pytest.approx(30)
-    pace.observe_round(3, 3, 0.06)
-    assert pace.may_admit(1)
-    assert not pace.may_admit(2)
-    assert pace.may_admit(0), "somebody is always answered"
-    assert Pace().may_admit(100)
+    pace.observe_round(3, 3, 9.0, 0.0)
+    assert pace.may_admit(2, 0.0), "one slow round is no news"
+    for _ in range(3):
+        pace.observe_round(3, 3, 0.06, 1.0)
+    assert pace.may_admit(1, 1.0)
+    assert not pace.may_admit(2, 1.0)
+    assert pace.may_admit(2, 20.0), "what was too slow is tried again"
+    assert pace.may_admit(0, 1.0), "somebody is always answered"
+    assert Pace().may_admit(100, 0.0)
 
 
 def test_a_bound_on_ttft_hurries_a_prompt_that_can_still_keep_it():
     pace = Pace(Sla(ttft_ms=1000))
     pace.observe_chunk(1000, 1.0)  # 1 ms per token
-    pace.observe_round(1, 1, 0.02)
+    pace.observe_round(1, 1, 0.02, 0.0)
     assert pace.chunk(1, 512, n_left=100, waited_s=0.0) == 40, "there is time enough"
     assert pace.chunk(1, 512, n_left=500, waited_s=0.4) in (100, 101)  # 5 chunks and rounds in the 600 ms that are left
     assert pace.chunk(1, 512, n_left=500, waited_s=0.6) == 40, "too late: nobody else need suffer"
@@ -470,6 +510,34 @@ def test_the_last_minute_decides_whether_a_bound_is_broken():
     pace.observe_answer(20.0, 5.0, 10.0)
     assert pace.broken(21.0) == {"ttft": True}
     assert pace.broken(100.0) == {"ttft": False}, "a minute later nothing of it counts"
+
+
+def test_those_who_got_nothing_in_time_break_a_bound_too():
+    pace = Pace(Sla(ttft_ms=1000))
+    pace.observe_departure(1.0, 0.5)
+    assert pace.p95(1.0) == (None, None), "who left before the bound tells nothing of it"
+    pace.observe_departure(2.0, 5.0)
+    assert pace.broken(2.0) == {"ttft": True}
+
+
+def test_a_window_may_be_read_while_it_is_written():
+    window = Window()
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            window.total(1e9)
+            window.quantile(0.0)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for i in range(20_000):
+        window.add(float(i % 7), 1.0)
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert window.total(0.0) == window.total(0.0)
 
 
 def test_a_full_queue_is_worth_half_the_answers_before_it():

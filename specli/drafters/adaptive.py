@@ -82,9 +82,9 @@ class AdaptiveDrafter:
                 sampler = self._sampler if state.verifier is None else state.verifier.sampler
                 drafts[i] = guess.first(k if sampler is None else sampler.n_allowed(state.state, guess.ids[:k]))
                 controller.take(len(drafts[i]))
-            elif kind == "draft" and n_lacking is not None:
+            elif kind == "draft" and model is not None and n_lacking is not None:
                 by_model.append(i)
-                n_behind += max(0, n_lacking - 2)
+                n_behind += max(0, model.n_fed(n_lacking) - 2)
             self._pending[state.id] = _Proposed(kind, _chances(drafts[i]))
             if len(guess) and state.id not in self._foretold:
                 self._foretold[state.id] = _Foretold(guess)

@@ -55,7 +55,8 @@ class ModelDrafter:
     (``--spec-draft-n-min``): a draft that is a point mass is dropped whole when shorter; a sampled draft may not be
     dropped, since throwing drawn tokens away is biased, so there it only forbids ``p_min`` to stop earlier.
     ``end_ids``: the target's; nothing is drafted behind one. ``n_vocab``: the target's; higher ids are never drafted.
-    ``pacer``: may end a draft earlier, in the same places and within the same bounds as ``p_min``.
+    ``pacer``: may end a draft earlier, in the same places and within the same bounds as ``p_min``. ``feed_most``: where
+    others wait, a proposal feeds no more tokens of what a cache lacks, and drafts for it once that is done.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class ModelDrafter:
         n_min: int = 0,
         p_min: float = 0.0,
         pacer: Pacer | None = None,
+        feed_most: int | None = None,
     ) -> None:
         self._engine, self._chooser, self._end_ids = engine, chooser, end_ids
         self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
         self._is_smaller = engine.n_vocab < n_vocab
-        self.pacer = pacer
+        self.pacer, self._feed_most = pacer, feed_most
         self.n_passes = 0  # draft passes so far; the first of a draft also feeds what is missing
         self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
 
@@ -88,6 +90,7 @@ class ModelDrafter:
         ]
         for chain in chains:
             self._force(chain)
+        self._catch_up(chains)
         growing = [chain for chain in chains if chain.is_open]
         rows = self._step(growing, interruptible=True)  # a long history may have to be fed
         while growing:
@@ -96,6 +99,16 @@ class ModelDrafter:
             growing = [chain for chain in growing if chain.is_open]
             rows = self._step(growing)
         return [self._finished(chain) for chain in chains]
+
+    def _catch_up(self, chains: Sequence[_Chain]) -> None:
+        """Feed a part of what the caches lack of long histories, and close those chains for this time."""
+        left = self._feed_most
+        for chain in chains if left is not None else ():
+            if chain.is_open and left is not None and len(self._pending(chain)) > max(left, 2):
+                chain.is_open = False
+                if left > 0:
+                    self._engine.evaluate([self._slice(chain, min(left, self._engine.n_batch), 0)], interruptible=True)
+                    left = 0
 
     def room(self, state: SequenceState, budget: int) -> int:
         """The part of ``budget`` that the draft's own context and vocabulary allow.
@@ -110,6 +123,10 @@ class ModelDrafter:
     def n_lacking(self, sequence: SequenceState) -> int:
         """Committed tokens that the draft's cache does not hold yet."""
         return len(sequence.tokens) - self._engine.n_past(sequence.id)
+
+    def n_fed(self, n_lacking: int) -> int:
+        """How many of the tokens that a cache lacks one proposal feeds."""
+        return n_lacking if self._feed_most is None else min(n_lacking, self._feed_most)
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Keep what the target confirmed of the drafted tokens in the cache; roll the rest back."""

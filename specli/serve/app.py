@@ -19,16 +19,17 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specli.chain import unenforced_keywords
 from specli.config import SamplingOptions, ServeOptions
-from specli.errors import ConfigError, ContextOverflow, SpecError
+from specli.errors import ConfigError, ContextOverflow, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished
 from specli.serve.guard import Guard
-from specli.serve.job import Deliver, Job, Mailbox, QueueFull, TimedOut, Unavailable
+from specli.serve.job import Deliver, Job, Mailbox
 from specli.serve.metrics import CONTENT_TYPE, Metrics
 from specli.serve.prompts import Prompts
 from specli.serve.protocol import (
@@ -49,6 +50,7 @@ from specli.session import Session, seed_of
 from specli.verify import Verifier
 
 Route = TypeVar("Route", bound=Callable[..., Awaitable[object]])
+Asked = TypeVar("Asked", bound=BaseModel)
 LOGGER = logging.getLogger("specli.serve")
 N_VERIFIERS = 64  # sampling settings whose verifiers are kept
 
@@ -74,6 +76,8 @@ class Service:
         if asked.model not in (None, self.model):
             found = f"the model {shortened(asked.model or '')!r} is not here; this server has {self.model!r}"
             raise Refusal(found, "model", 404, "model_not_found")
+        if asked.cache_prompt and self.session.settings.exact:
+            raise Refusal("cache_prompt is true, but under --exact every prompt is evaluated whole", "cache_prompt")
         prompts = await run_in_threadpool(self.prompts.ids, asked)
         n_choices, n_most = len(prompts) * (asked.n or 1), self.options.n_queue + self.session.engine.n_sequences
         if n_choices > n_most:  # however long the client waits
@@ -87,8 +91,15 @@ class Service:
                 mailbox = Mailbox()
                 job = self._job(asked, sampling, verifier, prompt, attempt, arrived_s, mailbox.deliver)
                 answer.add(job, mailbox)
-        self.scheduler.submit([part.job for part in answer.parts])
+        self._submit([part.job for part in answer.parts])
         return await answer.reply()
+
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        try:
+            self.scheduler.submit(jobs)
+        except (QueueFull, Unavailable) as error:
+            self.metrics.refuse("queue_full" if isinstance(error, QueueFull) else "unavailable")
+            raise
 
     def _drawing(self, asked: Sampling) -> tuple[SamplingOptions, Verifier, list[str]]:
         """How to draw, who draws, and what of a schema cannot be enforced. Raises ``Refusal``."""
@@ -117,9 +128,9 @@ class Service:
         deliver: Deliver,
     ) -> Job:
         session, seed = self.session, seed_of(sampling.seed, attempt)
-        is_kept = (seed is None) if asked.cache_prompt is None else asked.cache_prompt
+        is_exact = session.settings.exact
+        is_kept = seed is None and not is_exact if asked.cache_prompt is None else asked.cache_prompt
         return Job(
-            id=uuid.uuid4().hex,
             prompt=prompt,
             verifier=verifier,
             seed=seed,
@@ -127,7 +138,7 @@ class Service:
             stops=asked.stops,
             end_ids=frozenset() if sampling.ignore_eos else session.model.end_ids,
             n_logprobs=asked.n_logprobs,
-            reuse=is_kept and not session.settings.exact,
+            reuse=is_kept,
             arrived_s=arrived_s,
             deadline_s=arrived_s + self.options.timeout_s,
             deliver=deliver,
@@ -155,7 +166,7 @@ class _Answer:
         self._service, self._request, self._asked = service, request, asked
         is_chat = isinstance(asked, ChatRequest)
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._envelope = Envelope(name, int(time.time()), service.model, is_chat)
+        self._envelope = Envelope(name, int(time.time()), service.model, is_chat, asked.n or 1)
         self._n_prompt = sum(map(len, prompts))
         self.parts: list[_Part] = []
         self.headers: dict[str, str] = {}
@@ -208,6 +219,7 @@ class _Answer:
             yield _sse(problem(scalar(str(error)), _status(error)))
         except Exception as error:  # a fault of ours: the status is sent already
             LOGGER.error("%s: %s: %s", envelope.id, type(error).__name__, error, exc_info=error)
+            self._service.metrics.refuse("internal")
             yield _sse(problem(_FAULT, 500))
         finally:
             await self._leave(merged)
@@ -354,15 +366,20 @@ def make_app(service: Service) -> ASGIApp:
     return guarded
 
 
+async def _asked(kind: type[Asked], request: Request) -> Asked:
+    """The body, read beside the event loop: a long one takes a while."""
+    return await run_in_threadpool(parse, kind, await request.body())
+
+
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     @app.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        return await service.answer(request, parse(ChatRequest, await request.body()))
+        return await service.answer(request, await _asked(ChatRequest, request))
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await service.answer(request, parse(CompletionRequest, await request.body()))
+        return await service.answer(request, await _asked(CompletionRequest, request))
 
 
 def _add_helpers(app: FastAPI, service: Service) -> None:
@@ -372,7 +389,7 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = parse(TokenizeRequest, await request.body())
+        asked = await _asked(TokenizeRequest, request)
 
         def reply() -> Response:
             ids = service.prompts.plain(asked.content, asked.add_special, asked.parse_special)
@@ -386,7 +403,7 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize(request: Request) -> Response:
-        tokens = parse(DetokenizeRequest, await request.body()).tokens
+        tokens = (await _asked(DetokenizeRequest, request)).tokens
         if tokens and (most := max(tokens)) >= session.engine.n_vocab:
             raise Refusal(f"token {most} is none of the model, it has 0 to {session.engine.n_vocab - 1}", "tokens")
 
@@ -398,7 +415,7 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
 
     @app.post("/apply-template")
     async def apply_template(request: Request) -> Json:
-        asked = parse(ApplyTemplateRequest, await request.body())
+        asked = await _asked(ApplyTemplateRequest, request)
         return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
 
 
@@ -484,12 +501,9 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         status = _status(error)
         headers = None
         if isinstance(error, QueueFull):
-            service.metrics.refuse("queue_full")
             headers = {"Retry-After": str(error.retry_after_s)}
         elif status == 400:
             service.metrics.refuse("invalid")
-        elif status == 503:
-            service.metrics.refuse("unavailable")
         return _error(str(error), status, headers=headers)
 
     @app.exception_handler(HTTPException)
@@ -509,6 +523,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def fault(_request: Request, error: Exception) -> Response:
         LOGGER.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+        service.metrics.refuse("internal")
         return _error(_FAULT, 500)
 
 

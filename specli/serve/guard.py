@@ -19,12 +19,13 @@ class Guard:
     """Lets through requests with a key and a body that is not too long; ``app`` gets the body in one piece.
 
     Without a key a loopback server answers only to names of this machine: a web page whose name was made to point here
-    (DNS rebinding) sends its own.
+    (DNS rebinding) sends its own; and to no other page in a browser here, which may send what it may not read.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._metrics, self._limit = app, metrics, options.max_body_bytes
         self._keys = [key.encode("ascii") for key in options.api_keys]
+        self._origins = frozenset(options.cors_origins)
         self._names = (*_OWN_NAMES, options.host.encode("utf-8")) if options.is_loopback and not self._keys else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,10 +38,9 @@ class Guard:
             body = problem("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key")
             await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        if self._names and _host(scope).lower() not in self._names:
+        if self._names and (stranger := self._stranger(scope)):
             self._metrics.refuse("unauthorized")
-            body = problem("this server answers to names of its own machine only; others need --api-key", 403)
-            await JSONResponse(body, 403)(scope, receive, send)
+            await JSONResponse(problem(f"{stranger}; others need --api-key", 403), 403)(scope, receive, send)
             return
         try:
             read = await _read(receive, _header(scope, b"content-length"), self._limit)
@@ -51,6 +51,16 @@ class Guard:
             return
         if read is not None:
             await self._app(scope, _Replay(read, receive), send)
+
+    def _stranger(self, scope: Scope) -> str | None:
+        """Why a request without a key is not one of this machine's own, or None."""
+        if _name(_header(scope, b"host") or _OWN_NAMES[0]) not in self._names:
+            return "this server answers to names of its own machine only"
+        origin = _header(scope, b"origin")
+        if origin is None or origin.decode("latin-1") in self._origins or "*" in self._origins:
+            return None
+        is_own = _name(origin.partition(b"://")[2]) in self._names
+        return None if is_own else "this server answers to web pages of its own machine, and of --cors-origins, only"
 
     def _is_known(self, scope: Scope) -> bool:
         given = _header(scope, b"authorization") or b""
@@ -97,9 +107,9 @@ class _Replay:
         return await self._receive()
 
 
-def _host(scope: Scope) -> bytes:
-    """The name that the client calls the server by, without the port; of this machine where it gives none."""
-    host = _header(scope, b"host") or _OWN_NAMES[0]
+def _name(host: bytes) -> bytes:
+    """A host without its port, in small letters."""
+    host = host.lower()
     name, colon, port = host.rpartition(b":")
     return name if colon and port.isdigit() and (host.count(b":") == 1 or name.endswith(b"]")) else host
 

@@ -15,22 +15,6 @@ from specli.verify import Verifier
 Deliver = Callable[[Sequence[Event]], None]
 
 
-class QueueFull(SpecError):
-    """More requests wait than may. ``retry_after_s``: when one of the places should be free."""
-
-    def __init__(self, n_waiting: int, retry_after_s: int) -> None:
-        super().__init__(f"{n_waiting} requests are waiting already; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
-
-
-class TimedOut(SpecError):
-    """An answer that was not finished in time."""
-
-
-class Unavailable(SpecError):
-    """The server is stopping, or its engine has failed for good."""
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """What one answer is made of. Times are ``time.perf_counter`` marks (s).
@@ -39,7 +23,6 @@ class Job:
     takes events to the client; it is called in the engine's thread. The scheduler sets ``slot`` while the job has one.
     """
 
-    id: str
     prompt: Sequence[int]
     verifier: Verifier
     seed: int | None

@@ -18,7 +18,10 @@ from specli.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISHES: tuple[FinishReason, ...] = ("eos", "stop", "length", "cancelled")
-REFUSALS = ("queue_full", "invalid", "unauthorized", "too_large", "too_long", "timeout", "unavailable", "engine")
+REFUSALS = (
+    *("queue_full", "invalid", "unauthorized", "too_large", "too_long", "timeout", "unavailable"),
+    *("engine", "internal"),
+)
 STATES = ("draft", "n-gram", "off", "probe")
 _LATENCIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 _GAPS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
@@ -75,6 +78,7 @@ class Metrics:
         self._aborted = counter("requests_aborted", "Answers whose client went away.")
         refused = counter("requests_refused", "Requests that got an error, by kind.", ["kind"])
         self._refused = {kind: refused.labels(kind) for kind in REFUSALS}
+        self._failed = gauge("engine_failed", "1 once the engine has failed for good: restart the server.")
         self._slots = gauge("slots", "Answers that can be made at a time.")
         self._slots.set(n_slots)
         p95 = gauge("sla_p95_seconds", "What 95% of the answers of the last minute stayed within.", ["objective"])
@@ -119,6 +123,10 @@ class Metrics:
     def observe_prefill(self, seconds: float) -> None:
         """Prompts were evaluated."""
         self._prefill_s.inc(max(0.0, seconds))
+
+    def observe_failure(self, has_failed: bool) -> None:
+        """Whether the engine has failed for good."""
+        self._failed.set(has_failed)
 
     def observe_load(self, n_running: int, n_waiting: int, kv_usage: float) -> None:
         """What there is to do now. ``kv_usage``: tokens in the caches / tokens that fit."""

@@ -11,16 +11,19 @@ answer is let in while the round that it makes longer still keeps the bound.
 from __future__ import annotations
 
 import math
+import statistics
+import threading
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STRETCH = 2.0  # times the usual gap that a chunk may add to it: below three times in all, with room for a slow moment
 MIN_CHUNK = 16  # tokens: a prompt always goes on
-MEMORY = 0.8  # per round or chunk: about the last five count
 WINDOW_S = 60.0  # of the percentiles
 LEVEL = 0.95
-N_KEPT = 4096  # answers in a window
+N_KEPT = 1 << 15  # values of a window: 500 a second
+N_SAMPLES = 9  # rounds or chunks whose median counts: a slow moment among them changes nothing
+N_SURE = 3  # rounds with so many answers that tell whether there may be so many
+RETRY_S = 10.0  # after which what was too slow is tried once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +34,62 @@ class Sla:
     tpot_ms: float | None = None
 
 
+@dataclass(slots=True)
+class _Rounds:
+    """Rounds with the same number of answers. ``tokens``: that each of these got. ``last_s``: when there was one."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=N_SAMPLES))
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=4 * N_SAMPLES))
+    last_s: float = 0.0
+
+    @property
+    def usual_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def usual_tokens(self) -> float:
+        return statistics.fmean(self.tokens)
+
+
 class Pace:
     """Learns what rounds and prompts cost on this machine, and paces them."""
 
     def __init__(self, sla: Sla | None = None, *, is_chunked: bool = True) -> None:
         self.sla, self._is_chunked = sla or Sla(), is_chunked
-        self._round_s: dict[int, float] = {}  # by sequences: seconds of a round
-        self._burst: dict[int, float] = {}  # by sequences: tokens that a round gives each of them
-        self._token_s: float | None = None  # seconds per prompt token
+        self._rounds: dict[int, _Rounds] = {}  # by the sequences in them
+        self._chunks: deque[float] = deque(maxlen=N_SAMPLES)  # seconds per prompt token
         self._ttft = Window()
         self._tpot = Window()
 
-    def observe_round(self, n_sequences: int, n_emitted: int, seconds: float) -> None:
-        """A round over ``n_sequences`` took ``seconds`` and emitted ``n_emitted`` tokens in all."""
+    def observe_round(self, n_sequences: int, n_emitted: int, seconds: float, at_s: float) -> None:
+        """A round over ``n_sequences`` ended at ``at_s``, took ``seconds`` and emitted ``n_emitted`` tokens in all."""
         if n_sequences < 1:
             return
-        self._round_s[n_sequences] = _moved(self._round_s.get(n_sequences), seconds)
-        self._burst[n_sequences] = _moved(self._burst.get(n_sequences), max(1.0, n_emitted / n_sequences))
+        rounds = self._rounds.setdefault(n_sequences, _Rounds())
+        rounds.seconds.append(seconds)
+        rounds.tokens.append(max(1.0, n_emitted / n_sequences))
+        rounds.last_s = at_s
 
     def observe_chunk(self, n_tokens: int, seconds: float) -> None:
-        """Evaluating ``n_tokens`` of a prompt took ``seconds``."""
-        if n_tokens > 0:
-            self._token_s = _moved(self._token_s, seconds / n_tokens)
+        """Evaluating ``n_tokens`` of a prompt took ``seconds``. A few tokens tell the price of a pass, not theirs."""
+        if n_tokens >= MIN_CHUNK:
+            self._chunks.append(seconds / n_tokens)
+
+    @property
+    def _token_s(self) -> float | None:
+        return statistics.median(self._chunks) if self._chunks else None
 
     def observe_answer(self, at_s: float, ttft_s: float | None, tpot_ms: float | None) -> None:
-        """An answer has ended."""
+        """An answer has ended, or its time was over: then ``ttft_s`` is how long no token came."""
         if ttft_s is not None:
             self._ttft.add(at_s, 1000 * ttft_s)
         if tpot_ms is not None:
             self._tpot.add(at_s, tpot_ms)
+
+    def observe_departure(self, at_s: float, waited_s: float) -> None:
+        """A client left without a token: it counts where it had waited longer than the bound on TTFT allows."""
+        if self.sla.ttft_ms is not None and 1000 * waited_s > self.sla.ttft_ms:
+            self._ttft.add(at_s, 1000 * waited_s)
 
     def chunk(self, n_decoding: int, n_batch: int, n_left: int = 0, waited_s: float = 0.0) -> int:
         """Prompt tokens to evaluate before the next round of ``n_decoding`` sequences, at most ``n_batch``.
@@ -68,19 +98,20 @@ class Pace:
         """
         if n_decoding == 0 or not self._is_chunked:
             return n_batch
-        if self._token_s is None or self._token_s <= 0:
+        token_s = self._token_s
+        if token_s is None or token_s <= 0:
             return min(n_batch, MIN_CHUNK)
-        n = int(self._spare_s(n_decoding) / self._token_s)
+        n = int(self._spare_s(n_decoding) / token_s)
         if self.sla.tpot_ms is None:
             n = max(n, self._urgent(n_decoding, n_left, waited_s))
         return max(min(MIN_CHUNK, n_batch), min(n, n_batch))
 
     def _urgent(self, n_decoding: int, n_left: int, waited_s: float) -> int:
         """Tokens per turn by which the oldest prompt still keeps the bound on TTFT; 0 where nothing can or need be."""
-        round_s = self._usual_s(n_decoding)
-        if self.sla.ttft_ms is None or self._token_s is None or round_s is None:
+        round_s, token_s = self._usual_s(n_decoding), self._token_s
+        if self.sla.ttft_ms is None or token_s is None or round_s is None:
             return 0
-        spare_s = self.sla.ttft_ms / 1000 - waited_s - n_left * self._token_s  # for the rounds in between
+        spare_s = self.sla.ttft_ms / 1000 - waited_s - n_left * token_s  # for the rounds in between
         return math.ceil(n_left * round_s / spare_s) if spare_s > 0 else 0
 
     def _spare_s(self, n_decoding: int) -> float:
@@ -92,35 +123,34 @@ class Pace:
             return STRETCH * round_s
         return max(0.0, self.sla.tpot_ms / 1000 * self._tokens(n_decoding) - round_s)
 
-    def may_admit(self, n_active: int) -> bool:
-        """Whether one more answer beside ``n_active`` keeps the bound on TPOT, as far as is known."""
+    def may_admit(self, n_active: int, now_s: float) -> bool:
+        """Whether one more answer beside ``n_active`` keeps the bound on TPOT, as far as is known.
+
+        What was too slow is tried again after a while: what slowed it may be over.
+        """
         if self.sla.tpot_ms is None or n_active == 0:
             return True
-        foreseen_ms = self.foreseen_tpot_ms(n_active + 1)
-        return foreseen_ms is None or foreseen_ms <= self.sla.tpot_ms
+        known = self._rounds.get(n_active + 1)
+        if known is None or len(known.seconds) < N_SURE or now_s - known.last_s > RETRY_S:
+            return True
+        return 1000 * known.usual_s / known.usual_tokens <= self.sla.tpot_ms
 
-    def foreseen_tpot_ms(self, n_active: int) -> float | None:
-        """The TPOT of each of ``n_active`` answers; None before anything is known."""
-        round_s = self._usual_s(n_active)
-        return None if round_s is None else 1000 * round_s / self._tokens(n_active)
+    def _nearest(self, n: int) -> _Rounds | None:
+        """Rounds over ``n`` sequences or, where there were none, the nearest number of them."""
+        if not self._rounds:
+            return None
+        return self._rounds[min(self._rounds, key=lambda known: (abs(known - n), -known))]
 
     def _usual_s(self, n: int) -> float | None:
-        """Seconds of a round over ``n`` sequences: as measured, or as the nearest number of them, scaled up only."""
-        if n in self._round_s:
-            return self._round_s[n]
-        if not self._round_s:
-            return None
-        nearest = min(self._round_s, key=lambda known: (abs(known - n), -known))
-        return self._round_s[nearest]
+        rounds = self._nearest(n)
+        return None if rounds is None else rounds.usual_s
 
     def _tokens(self, n: int) -> float:
-        """Tokens that a round gives each of ``n`` sequences."""
-        if not self._burst:
-            return 1.0
-        return self._burst[min(self._burst, key=lambda known: (abs(known - n), -known))]
+        rounds = self._nearest(n)
+        return 1.0 if rounds is None else rounds.usual_tokens
 
     def wait_s(self, n_waiting: int, n_slots: int, answer_s: float | None) -> int:
-        """Whole seconds after which a place in the queue should be free: when the first of them gets a slot."""
+        """Whole seconds until half of the queue should have a slot."""
         usual_s = 1.0 if answer_s is None else answer_s
         return max(1, min(600, math.ceil(usual_s * max(1, n_waiting) / max(1, n_slots) / 2)))
 
@@ -140,19 +170,22 @@ class Pace:
 
 
 class Window:
-    """Values of the last minute."""
+    """Values of the last minute; safe to use from any thread."""
 
-    def __init__(self, values: Iterable[tuple[float, float]] = ()) -> None:
-        self._values: deque[tuple[float, float]] = deque(values, maxlen=N_KEPT)
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque(maxlen=N_KEPT)
+        self._lock = threading.Lock()
 
     def add(self, at_s: float, value: float) -> None:
-        """A value at ``at_s``, which never goes back."""
-        self._values.append((at_s, value))
+        """A value at ``at_s`` (s), which never goes back."""
+        with self._lock:
+            self._values.append((at_s, value))
 
     def _recent(self, now_s: float) -> list[float]:
-        while self._values and self._values[0][0] < now_s - WINDOW_S:
-            self._values.popleft()
-        return [value for _, value in self._values]
+        with self._lock:
+            while self._values and self._values[0][0] < now_s - WINDOW_S:
+                self._values.popleft()
+            return [value for _, value in self._values]
 
     def quantile(self, now_s: float, level: float = LEVEL) -> float | None:
         """The value that a share of ``level`` stays within (nearest rank); None of nothing."""
@@ -167,7 +200,3 @@ class Window:
     def total(self, now_s: float) -> float:
         """Their sum."""
         return sum(self._recent(now_s))
-
-
-def _moved(old: float | None, new: float) -> float:
-    return new if old is None else MEMORY * old + (1 - MEMORY) * new

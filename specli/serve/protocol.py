@@ -28,6 +28,8 @@ from pydantic import (
 from specli.chat import Message
 from specli.config import SamplingOptions, ServeOptions
 
+MAX_STOP = 500  # characters of a stop string: looking for its beginning takes their square, for each token
+MAX_TEXT = 1 << 20  # characters for /tokenize
 MAX_SCHEMA = 64 << 10  # characters of a JSON schema
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
@@ -262,6 +264,8 @@ class Sampling(_Model):
             raise Refusal(f"stop has {len(self.stops)} texts, expected at most {options.max_stops}", "stop")
         if any(not stop for stop in self.stops):
             raise Refusal("stop has an empty text, which stands everywhere; leave it out", "stop")
+        if any(len(stop) > MAX_STOP for stop in self.stops):
+            raise Refusal(f"stop has a text of over {MAX_STOP} characters", "stop")
         if (self.n or 1) > options.max_choices:
             raise Refusal(f"n is {self.n}, expected at most {options.max_choices}", "n")
 
@@ -354,7 +358,7 @@ class CompletionRequest(Sampling):
 class TokenizeRequest(_Model):
     """``/tokenize`` (llama-server)."""
 
-    content: Text
+    content: Annotated[Text, Field(max_length=MAX_TEXT)]
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False

@@ -96,8 +96,8 @@ class Choice:
         return len(self.stats.tokens) if self.stats.tokens is not None else 0
 
 
-def usage(choices: Sequence[Choice], n_prompt: int) -> Json:
-    """Tokens counted; a prompt counts once, however many choices it has.
+def usage(choices: Sequence[Choice], n_prompt: int, n_each: int) -> Json:
+    """Tokens counted; a prompt counts once, however many choices (``n_each``) it has: by the first of them.
 
     Rejected draft tokens are no part of ``completion_tokens``.
     """
@@ -108,7 +108,7 @@ def usage(choices: Sequence[Choice], n_prompt: int) -> Json:
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
-        "prompt_tokens_details": {"cached_tokens": min(n_prompt, max((c.stats.n_reused for c in choices), default=0))},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.stats.n_reused for choice in choices[::n_each])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
@@ -137,18 +137,19 @@ def timings(stats: Stats) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all objects of one reply share. ``created``: Unix time (s)."""
+    """What all objects of one reply share. ``created``: Unix time (s). ``n_each``: choices of each prompt."""
 
     id: str
     created: int
     model: str
     is_chat: bool
+    n_each: int = 1
 
     def whole(self, choices: Sequence[Choice], n_prompt: int) -> Json:
         """The reply in one piece."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         reply = self._object(kind, [self._whole_choice(choice) for choice in choices])
-        reply["usage"] = usage(choices, n_prompt)
+        reply["usage"] = usage(choices, n_prompt, self.n_each)
         reply["timings"] = timings(choices[0].stats)
         return reply
 
@@ -192,7 +193,7 @@ class Envelope:
     def counts(self, choices: Sequence[Choice], n_prompt: int) -> Json:
         """The chunk behind the last one, for ``include_usage``."""
         reply = self._object("chat.completion.chunk" if self.is_chat else "text_completion", [])
-        return {**reply, "usage": usage(choices, n_prompt), "timings": timings(choices[0].stats)}
+        return {**reply, "usage": usage(choices, n_prompt, self.n_each), "timings": timings(choices[0].stats)}
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

@@ -20,11 +20,11 @@ import numpy as np
 
 from specli.decode import Decoder
 from specli.drafters.base import SequenceState
-from specli.errors import EngineError, SpecError
+from specli.errors import EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, FinishReason, RoundDone
 from specli.prefix import KeptPrefix
 from specli.request import Request, Running
-from specli.serve.job import Job, QueueFull, TimedOut, Unavailable
+from specli.serve.job import Job
 from specli.serve.metrics import Metrics
 from specli.serve.pace import Pace, Window
 from specli.session import Session
@@ -129,10 +129,16 @@ class Scheduler:
         """Answers that wait for one."""
         return len(self._waiting)
 
+    def drop_caches(self) -> None:
+        """Forget what the slots hold, once the scheduler has stopped."""
+        for slot in self._slots:
+            slot.kept.drop()
+
     def exposition(self) -> bytes:
         """What ``/metrics`` says."""
         now_s, engine = self._clock(), self._session.engine
         n_held = sum(engine.n_past(slot.index) for slot in self._slots)
+        self._metrics.observe_failure(self.failure is not None)
         self._metrics.observe_load(self.n_running, self.n_waiting, n_held / (engine.n_ctx * len(self._slots)))
         return self._metrics.expose(now_s, self._pace.p95(now_s), self._pace.broken(now_s))
 
@@ -190,9 +196,10 @@ class Scheduler:
                 self._waiting.remove(job)
         for gone in left:
             if gone.is_cancelled:
-                self._metrics.observe_answer(Stats(), gone.arrived_s, now_s, is_aborted=True)
+                self._count_departed(gone)
             else:
                 self._metrics.refuse("timeout")
+                self._pace.observe_answer(now_s, now_s - gone.arrived_s, None)
                 gone.fail(TimedOut("the request waited for a slot until its time was over"))
         for slot in self._slots:
             if slot.job is None or slot.running is None:
@@ -202,25 +209,38 @@ class Scheduler:
             elif slot.job.deadline_s <= now_s:
                 self._fail(slot, TimedOut("the answer was not finished in time"))
 
+    def _count_departed(self, job: Job) -> None:
+        """Of a client that left before its answer was begun."""
+        now_s = self._clock()
+        self._metrics.observe_answer(Stats(), job.arrived_s, now_s, is_aborted=True)
+        self._pace.observe_departure(now_s, now_s - job.arrived_s)
+
     def _admit(self) -> None:
         """Give free slots to waiting jobs, in the order that they came."""
         while True:
             n_active = self.n_running
             with self._changed:
-                is_possible = bool(self._waiting) and n_active < len(self._slots) and self._pace.may_admit(n_active)
+                is_possible = bool(self._waiting) and n_active < len(self._slots)
+                is_possible = is_possible and self._pace.may_admit(n_active, self._clock())
                 job = self._waiting.popleft() if is_possible else None
             if job is None:
                 return
             if job.is_cancelled:
+                self._count_departed(job)
                 continue
             self._begin(self._best_slot(job), job)
 
     def _best_slot(self, job: Job) -> _Slot:
-        """The free slot whose cache shares most with the prompt, else the one that was used longest ago."""
+        """The free slot whose cache shares most with the prompt, else the one that was used longest ago.
+
+        A cache of which less than half would be kept is left to whoever comes back for it.
+        """
         free = [slot for slot in self._slots if slot.job is None]
-        if not job.reuse:
-            return min(free, key=lambda slot: slot.used)
-        return max(free, key=lambda slot: (slot.kept.n_shared(job.prompt), -slot.used))
+        shared = {slot.index: slot.kept.n_shared(job.prompt) if job.reuse else 0 for slot in free}
+        going_on = [slot for slot in free if 2 * shared[slot.index] > self._session.engine.n_past(slot.index)]
+        if going_on:
+            return max(going_on, key=lambda slot: (shared[slot.index], -slot.used))
+        return min(free, key=lambda slot: slot.used)
 
     def _begin(self, slot: _Slot, job: Job) -> None:
         slot.job, slot.used, slot.stats = job, self._turn, Stats(slot.index)
@@ -256,7 +276,7 @@ class Scheduler:
         for event in events:
             if isinstance(event, RoundDone):
                 emitted = sum(part.emitted for part in event.sequences)
-                self._pace.observe_round(len(decoding), emitted, event.at_s - started_s)
+                self._pace.observe_round(len(decoding), emitted, event.at_s - started_s, event.at_s)
                 self._metrics.observe_round(event, self._state(event))
         for slot in decoding:
             own = [event for event in events if isinstance(event, RoundDone) or event.sequence == slot.index]
@@ -280,12 +300,13 @@ class Scheduler:
         n_decoding = sum(slot.running is not None for slot in self._slots) - len(feeding)
         engine = self._session.engine
         feeding.sort(key=lambda slot: slot.used)
-        left = self._chunk(n_decoding, feeding)
+        is_whole = self._session.settings.exact  # where a prompt's cuts must not depend on the load
+        left = engine.n_batch if is_whole else self._chunk(n_decoding, feeding)
         for slot in feeding:
             while left > 0 and slot.running is not None and slot.running.is_feeding:
                 n_before, busy_s = engine.n_past(slot.index), engine.busy_s
                 try:
-                    events = list(self._decoder.feed(slot.running, left))
+                    events = list(self._decoder.feed(slot.running, engine.n_batch if is_whole else left))
                 except SpecError as error:
                     self._fail(slot, error)
                     break
@@ -296,9 +317,9 @@ class Scheduler:
                 self._handle(slot, events)
 
     def _chunk(self, n_decoding: int, feeding: Sequence[_Slot]) -> int:
-        """Prompt tokens of this turn; whole batches under ``--exact``, where their cuts must not depend on load."""
+        """Prompt tokens of this turn."""
         engine = self._session.engine
-        if self._session.settings.exact or not feeding or feeding[0].job is None:
+        if not feeding or feeding[0].job is None:
             return engine.n_batch
         oldest, job = feeding[0], feeding[0].job
         n_left = len(job.prompt) - engine.n_past(oldest.index)
@@ -326,6 +347,8 @@ class Scheduler:
         if not is_aborted:
             self._pace.observe_answer(now_s, stats.ttft_s, stats.tpot_ms)
             self._answer_s.add(now_s, now_s - (job.started_s or now_s))
+        elif stats.ttft_s is None:
+            self._pace.observe_departure(now_s, now_s - job.arrived_s)
         self._release(slot)
 
     def _release(self, slot: _Slot) -> None:
@@ -337,8 +360,10 @@ class Scheduler:
     def _fail(self, slot: _Slot, error: SpecError) -> None:
         """End one answer; what its cache holds is not trusted."""
         job = slot.job
-        if slot.stats is not None:
+        if slot.stats is not None and job is not None:
+            now_s, ttft_s = self._clock(), slot.stats.ttft_s
             self._metrics.observe_tokens(slot.stats)
+            self._pace.observe_answer(now_s, now_s - job.arrived_s if ttft_s is None else ttft_s, slot.stats.tpot_ms)
         self._metrics.refuse("timeout" if isinstance(error, TimedOut) else "engine")
         slot.running = None
         self._release(slot)
