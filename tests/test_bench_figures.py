@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from simulated import PLAIN, Machine, draft_of
 
-from specli.bench import advice, compare, document, report, workloads
+from specli.bench import advice, compare, document, files, report, workloads
 from specli.bench.harness import Setting
 from specli.bench.statistics import Estimate, Pair, median, quantiles, speedup, t_quantile
+from specli.cli.bench import BenchFlags
+from specli.cli.deliver import FORMATS, deliver, deliver_comparison
 from specli.errors import ConfigError
 from specli.render import bench as render
+from specli.render.tables import PIPE_WIDTH
 
 # -- statistics
 
@@ -307,7 +310,7 @@ def test_the_table_fits_a_pipe_and_says_everything(fast, details):
     text = stream.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert max(map(len, lines[: lines.index(fast.conclusion.headline)])) <= render.PIPE_WIDTH
+    assert max(map(len, lines[: lines.index(fast.conclusion.headline)])) <= PIPE_WIDTH
     for wanted in ("draft K 4", "speedup", "plain", "costs: a target pass over 2 tokens", "use: specli run"):
         assert wanted in text
     assert ("burst gap" in text) is details
@@ -339,6 +342,44 @@ def test_a_picture_of_another_format_is_refused(tmp_path):
         plot.require_plotting(tmp_path / "a.pdf")
 
 
+# -- delivering
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_report_goes_to_stdout_in_every_form_and_into_files(fast, form, tmp_path, capsys):
+    def draw(_report, path):
+        path.write_text("drawn", "utf-8")
+
+    flags = BenchFlags(output=form, save=tmp_path / "a.json", plot=tmp_path / "a.svg")
+    deliver(fast, flags, render.print_report, render.markdown, draw)
+    out = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(out) == document.load(tmp_path / "a.json")
+    elif form == "jsonl":
+        assert [json.loads(line)["k"] for line in out.splitlines()] == [line["k"] for line in fast.lines()]
+    elif form == "csv":
+        assert [float(row["speedup.value"]) > 1 for row in csv.DictReader(io.StringIO(out))] == [True] * 3
+    else:
+        assert fast.conclusion.headline in out
+    assert (tmp_path / "a.svg").read_text("utf-8") == "drawn"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_comparison_goes_to_stdout_in_every_form(fast, saved, form, capsys):
+    found = compare.compare(saved(fast, "a.json"), saved(fast, "b.json"))
+    rows = [compare.change_dict(change) for change in found.changes]
+    deliver_comparison(found, rows, form, render.print_comparison, render.comparison_markdown)
+    out = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(out) == {"changes": rows, "notes": []}
+    elif form == "jsonl":
+        assert [json.loads(line) for line in out.splitlines()] == rows
+    elif form == "csv":
+        assert [row["verdict"] for row in csv.DictReader(io.StringIO(out))] == ["no sure change"] * 3
+    else:
+        assert out.count("no sure change") == 3
+
+
 # -- comparing
 
 
@@ -346,8 +387,8 @@ def test_a_picture_of_another_format_is_refused(tmp_path):
 def saved(fast, tmp_path):
     def save(found: document.Report, name: str):
         path = tmp_path / name
-        document.require_writable("--save", path)
-        document.save(path, found)
+        files.require_writable("--save", path)
+        files.save(path, found)
         return document.load(path)
 
     return save
@@ -421,8 +462,8 @@ def test_a_damaged_bench_is_refused_in_one_line(fast, saved):
 
 def test_what_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"--save .* cannot be written"):
-        document.require_writable("--save", tmp_path / "no" / "a.json")
+        files.require_writable("--save", tmp_path / "no" / "a.json")
     with pytest.raises(ConfigError, match=r"--save .* cannot be written"):
-        document.require_writable("--save", tmp_path)
-    document.require_writable("--save", tmp_path / "a.json")
+        files.require_writable("--save", tmp_path)
+    files.require_writable("--save", tmp_path / "a.json")
     assert not (tmp_path / "a.json").exists()

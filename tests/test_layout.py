@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_file": {"errors"},
     "bits": {"engine.base"},
     "exact": {"bits", "config", "engine.base", "errors", "profile"},
+    "bench.files": {"errors"},
     "bench.statistics": set(),
     "bench.workloads": {"errors"},
     "bench.harness": {"bench.workloads", "errors", "events", "stats"},
@@ -76,10 +77,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "load.figures": {"bench.statistics", "load.records"},
     "load.client": {"config", "errors", "load.prompts", "load.records", "load.sse"},
     "load.run": {"config", "load.arrivals", "load.prompts", "load.records", "load.window"},
-    "load.document": {"errors", "load.figures", "load.search"},
+    "load.document": {"bench.files", "errors", "load.figures", "load.search"},
     "load.compare": {"bench.statistics", "errors", "load.figures"},
     "load": {
-        *("bench.machine", "bench.statistics", "bench.workloads", "config", "errors"),
+        *("bench.files", "bench.machine", "bench.plot", "bench.statistics", "bench.workloads", "config", "errors"),
         "load.arrivals",
         "load.client",
         "load.document",
@@ -249,6 +250,34 @@ def eager_imports(path: Path) -> set[str]:
             found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         waiting += ast.iter_child_nodes(node)
     return found
+
+
+def defined(path: Path, kind: type[ast.stmt]) -> Iterator[ast.stmt]:
+    """Functions or classes of a module, not those inside others."""
+    return (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, kind))
+
+
+def test_the_two_benches_share_what_they_have_in_common() -> None:
+    """Of a model and of a server: no function is written twice, but for one that only calls another."""
+    rooms = ("bench", "load", "render", "cli.bench", "cli.load", "cli.deliver")
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        if any(is_within(name_of(path), room) for room in rooms):
+            for node in defined(path, ast.FunctionDef):
+                assert isinstance(node, ast.FunctionDef)
+                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                homes.setdefault("\n".join(map(ast.unparse, body)), []).append(f"{name_of(path)}.{node.name}")
+    assert ["render.tables.percent"] in homes.values()
+    assert not [names for body, names in homes.items() if len(names) > 1 and len(body) > 50]
+
+
+def test_the_load_test_and_the_server_give_different_things_different_names() -> None:
+    """Both are about requests, answers and windows of time, and whoever reads one soon reads the other."""
+    classes = {name_of(path): {getattr(node, "name", "") for node in defined(path, ast.ClassDef)} for path in MODULES}
+    load = set().union(*(names for room, names in classes.items() if is_within(room, "load")))
+    others = set().union(*(classes[room] for room in classes if is_within(room, "serve") or room == "events"))
+    assert {"SteadyWindow", "RequestFailed"} <= load
+    assert not [name for name in load & others if not name.startswith("_")]
 
 
 def code_lines(path: Path) -> int:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import itertools
 import json
 import signal
 import socket
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from chat_server import Script, running
 from support import CommandLine
 
 pytest.importorskip("httpx")
 
+from specli.bench.files import save
 from specli.bench.workloads import Prompt
 from specli.config import LengthOptions, LoadOptions
 from specli.errors import Cancelled, ConfigError, ServerError
+from specli.load.arrivals import poisson
 from specli.load.compare import compare
-from specli.load.document import load, save
+from specli.load.document import load
 from specli.load.measure import measure
 from specli.load.prompts import Ask
 from specli.load.records import Burst, Record
@@ -147,6 +151,56 @@ def test_a_closed_loop_never_has_more_in_flight_and_an_open_one_does():
     assert waits[-1] > waits[0]  # the queue is in the latency
 
 
+class BlockingAsker(SlowAsker):
+    """Its first answer keeps all of this process busy."""
+
+    n_asked = 0
+
+    async def ask(self, ask: Ask, due_s: float | None, is_measured: bool) -> Record:
+        self.n_asked += 1
+        if ask.index == 0:
+            time.sleep(0.5)
+        return await super().ask(ask, due_s, is_measured)
+
+
+def arrivals_until(end_s: float) -> list[float]:
+    return list(itertools.takewhile(lambda at_s: at_s < end_s, poisson(100.0, np.random.default_rng([1, 2]))))
+
+
+def test_arrivals_for_which_this_machine_was_late_are_sent_and_measured():
+    step = Step(100.0, True, Extent(duration_s=0.3), seed=1)
+    run = asyncio.run(run_step(BlockingAsker(), step, asks(), Watch()))
+    due_s = [record.due_s - run.started_s for record in run.records if record.is_measured]
+    assert due_s == pytest.approx(arrivals_until(0.3))
+    assert run.ended_s - run.started_s == pytest.approx(0.3)
+    assert run.n_unfinished == 0
+
+
+def test_arrivals_that_were_due_before_a_step_is_cut_short_are_unfinished():
+    asker = BlockingAsker()
+    watch = Watch(stopped=lambda: asker.n_asked > 0)
+    run = asyncio.run(run_step(asker, Step(100.0, True, Extent(), seed=1), asks(), watch))
+    assert run.stopped
+    assert len(run.records) + run.n_unfinished == len(arrivals_until(run.ended_s - run.started_s)) > 30
+
+
+def test_requests_that_wait_to_be_sent_are_unfinished_too(monkeypatch):
+    class Silent:
+        n_asked = 0
+
+        async def ask(self, ask: Ask, due_s: float | None, is_measured: bool) -> Record:
+            self.n_asked += 1
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    monkeypatch.setattr("specli.load.run.MOST_IN_FLIGHT", 2)
+    silent, looks = Silent(), itertools.count()
+    watch = Watch(stopped=lambda: next(looks) >= 6)
+    run = asyncio.run(run_step(silent, Step(200.0, True, Extent(), seed=1), asks(), watch))
+    assert (silent.n_asked, run.records, run.stopped) == (2, (), True)
+    assert run.n_unfinished > 2
+
+
 # -- the search
 
 
@@ -163,6 +217,20 @@ def test_the_search_finds_what_the_server_takes():
         "highest load inside the bounds: concurrency 3 (100% of requests within TTFT 60000"
     )
     assert [step.load for step in report.steps] == [1, 2, 3, 4]
+
+
+def test_the_search_goes_on_below_a_load_that_is_given_up_while_it_warms_up():
+    def behave(_i, body):
+        is_third_step = body["messages"][0]["content"].startswith("2-")  # of 1, 2, 4, 3 in flight
+        return Script(status=429) if is_third_step else Script()
+
+    with running(behave=behave) as server:
+        wanted = options(server, find_sla=True, concurrency=(1, 4), sla_ttft_ms=60_000, warmup_requests=15)
+        report = measure(wanted)
+    assert (report.found.best, report.found.outside) == (3, 4)
+    assert [(step.load, step.n_measured, step.goodput) for step in report.steps] == [
+        *((1, 6, 1.0), (2, 6, 1.0), (3, 6, 1.0), (4, 0, 0.0))
+    ]
 
 
 def test_when_even_one_is_too_many():
@@ -244,8 +312,9 @@ def test_the_user_and_the_clock_stop_it():
     with running(behave=lambda i, _body: Script(pieces=((30.0, "a"),)) if i > 4 else Script()) as server:
         over_s = time.monotonic() + 2.0
         watch = Watch(stopped=lambda: time.monotonic() > over_s)
-        report = measure(options(server, concurrency=(1,), warmup_requests=0), watch=watch)
+        report = measure(options(server, concurrency=(1,), warmup_requests=0, sla_ttft_ms=60_000), watch=watch)
         assert (report.ending, report.steps[0].n_ok, report.steps[0].n_unfinished) == ("interrupted", 5, 1)
+        assert report.words == ["nobody can tell what is inside TTFT 60000 ms: requests were unfinished"]
         with pytest.raises(Cancelled, match="stopped before anything was measured"):
             measure(options(server), watch=Watch(stopped=lambda: True))
         with pytest.raises(ConfigError, match="--time-budget of 1 s was over before anything was measured"):
@@ -272,7 +341,9 @@ def test_kept_load_tests_compare(kept):
     ratio = change.ratios["ttft_p95"]
     before, after = (document["steps"][0]["ttft_ms"]["p95"] for document in (old, new))
     assert ratio.value == pytest.approx(before / after, rel=0.01)
-    assert ratio.low <= ratio.value <= ratio.high
+    assert ratio.interval is None  # ten requests have no p95 to speak of
+    middle = change.ratios["tpot_p50"]
+    assert middle.low <= middle.value <= middle.high
     tokens = [document["steps"][0]["output_tok_s"] for document in (old, new)]
     assert change.ratios["output_tok_s"].value == pytest.approx(tokens[1] / tokens[0])
     assert comparison.notes == ("temperature was 0.0 and is 0.5",)

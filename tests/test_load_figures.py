@@ -17,13 +17,14 @@ from specli.errors import ConfigError
 from specli.load import figures as f
 from specli.load.arrivals import poisson
 from specli.load.client import shown_url, split_url
+from specli.load.document import LoadReport
 from specli.load.lengths import INPUT, OUTPUT, draw, parse
 from specli.load.prompts import Writer, text
 from specli.load.records import Burst, Record, StepRun
 from specli.load.scrape import Counters, between, counters
 from specli.load.search import Found, probes
 from specli.load.sse import MOST_BYTES, EventParser, EventTooLong
-from specli.load.window import Extent, Window
+from specli.load.window import Extent, SteadyWindow
 
 URL = "http://127.0.0.1:1"
 
@@ -129,11 +130,11 @@ def test_a_key_is_not_shown():
 
 def test_prompts_differ_from_their_beginning_and_have_their_length():
     options = LoadOptions(URL, input_length=LengthOptions("uniform", 50, 300))
-    asks = list(itertools.islice(Writer(options, "tag", chars_per_token=4.0), 200))
+    asks = list(itertools.islice(Writer(options, "tag", chars_per_token=4.0).asks(0), 200))
     assert len({ask.text[:10] for ask in asks}) == 200
     for ask in asks:
         assert abs(len(ask.text) - 4 * ask.input_tokens) <= 10
-    again = list(itertools.islice(Writer(options, "gat", chars_per_token=4.0), 200))
+    again = list(itertools.islice(Writer(options, "gat", chars_per_token=4.0).asks(0), 200))
     assert [ask.text.split(":")[1] for ask in again] == [ask.text.split(":")[1] for ask in asks]
     assert asks[0].text[:10] != again[0].text[:10]
     assert [ask.max_tokens for ask in again] == [ask.max_tokens for ask in asks]
@@ -142,7 +143,7 @@ def test_prompts_differ_from_their_beginning_and_have_their_length():
 
 def test_a_shared_prefix_is_shared_and_nothing_more():
     options = LoadOptions(URL, shared_prefix=100, input_length=LengthOptions("uniform", 200, 300))
-    first, second = itertools.islice(Writer(options, "tag", chars_per_token=4.0), 2)
+    first, second = itertools.islice(Writer(options, "tag", chars_per_token=4.0).asks(0), 2)
     n = next(i for i, (a, b) in enumerate(zip(first.text, second.text, strict=False)) if a != b)
     assert 390 <= n <= 410
     assert abs(len(first.text) - 4 * first.input_tokens) <= 10
@@ -151,11 +152,30 @@ def test_a_shared_prefix_is_shared_and_nothing_more():
 def test_prompts_of_a_file_are_asked_once_before_any_is_asked_again():
     prompts = [Prompt("w", f"w {i}", f"text {i}") for i in range(5)]
     writer = Writer(LoadOptions(URL), "tag", prompts=prompts)
-    first = [next(writer).text for _ in range(5)]
+    first = [ask.text for step, n in enumerate((2, 3)) for ask in itertools.islice(writer.asks(step), n)]
     assert sorted(first) == [prompt.text for prompt in prompts]
     assert not writer.repeats
-    assert next(writer).text in first
+    assert next(writer.asks(2)).text in first
     assert writer.repeats
+
+
+def test_what_a_step_asks_does_not_depend_on_how_long_the_steps_before_it_were():
+    options = LoadOptions(URL, input_length=LengthOptions("uniform", 50, 300))
+
+    def steps(*n_asked, chars_per_token=4.0):
+        writer = Writer(options, "tag", chars_per_token=chars_per_token)
+        return [list(itertools.islice(writer.asks(step), n)) for step, n in enumerate(n_asked)]
+
+    def drawn(asks):
+        return [(ask.input_tokens, ask.max_tokens) for ask in asks]
+
+    first, second = steps(9, 30)
+    longer, after = steps(120, 30)
+    assert [ask.text for ask in after] == [ask.text for ask in second]
+    assert drawn(after) == drawn(second)
+    assert drawn(first) == drawn(longer)[:9] != drawn(second)[:9]
+    assert drawn(steps(9, 30, chars_per_token=6.0)[1]) == drawn(second)  # of another server
+    assert len({ask.text[:10] for ask in longer + after}) == 150
 
 
 @given(st.integers(0, 3000))
@@ -209,7 +229,7 @@ def test_an_event_is_given_as_soon_as_it_is_whole():
 
 
 def test_a_window_begins_after_the_warm_up_and_takes_so_many():
-    window = Window(Extent(warmup_requests=2, n_requests=2), 10.0)
+    window = SteadyWindow(Extent(warmup_requests=2, n_requests=2), 10.0)
     assert [window.take(10.0), window.take(10.0)] == [False, False]
     window.note_end(11.0)
     assert window.take(11.0) is False
@@ -222,7 +242,7 @@ def test_a_window_begins_after_the_warm_up_and_takes_so_many():
 
 
 def test_a_window_of_time_ends_by_the_clock():
-    window = Window(Extent(warmup_s=5.0, duration_s=10.0), 100.0)
+    window = SteadyWindow(Extent(warmup_s=5.0, duration_s=10.0), 100.0)
     assert window.take(104.0) is False
     assert window.fraction(104.0) is None
     assert window.take(106.0) is True
@@ -235,8 +255,16 @@ def test_a_window_of_time_ends_by_the_clock():
 
 
 def test_without_warm_up_everything_is_measured():
-    window = Window(Extent(n_requests=1), 0.0)
+    window = SteadyWindow(Extent(n_requests=1), 0.0)
     assert (window.take(0.0), window.take(0.0)) == (True, None)
+
+
+def test_a_request_is_of_the_window_in_which_it_is_due_however_late_it_is_taken():
+    window = SteadyWindow(Extent(warmup_s=5.0, duration_s=10.0), 100.0)
+    window.tick(130.0)  # this machine was busy with something else
+    assert [window.take(at_s) for at_s in (104.9, 105.0, 114.9)] == [False, True, True]
+    assert window.take(115.0) is None
+    assert (window.n_measured, window.started_s, window.ended_s) == (2, 105.0, 115.0)
 
 
 # -- figures
@@ -308,6 +336,34 @@ def test_bounds():
     without_usage = f.figures(StepRun((record(n=None),), 0.0, 5.0), 1, False, bounds)
     assert (without_usage.goodput, without_usage.output_tok_s, without_usage.tpot_ms) == (None, None, None)
     assert without_usage.requests_s == pytest.approx(1 / 5)
+
+
+def test_a_load_that_was_cut_short_is_neither_inside_nor_outside():
+    bounds, fast = f.Bounds(2000.0), (record(), record())
+    whole = f.figures(StepRun(fast, 0.0, 5.0), 8, False, bounds)
+    cut = f.figures(StepRun(fast, 0.0, 5.0, n_unfinished=1, stopped=True), 16, False, bounds)
+    assert (whole.goodput, whole.is_inside) == (1.0, True)
+    assert (cut.goodput, cut.is_inside) == (None, None)
+    report = LoadReport({}, [whole, cut], "time", 2, 5.0, None, "TTFT 2000 ms")
+    assert report.words[0].startswith("highest measured load inside the bounds: concurrency 8 (100% of requests")
+    unfinished = "concurrency 16: 1 of 3 requests were unfinished; latencies are of the others, the faster ones"
+    assert f"{unfinished}, and whether it is inside the bounds is unknown" in report.remarks
+    assert unfinished in LoadReport({}, [cut], "time", 2, 5.0).remarks
+    alone = LoadReport({}, [cut], "interrupted", 2, 5.0, None, "TTFT 2000 ms")
+    assert alone.words == ["nobody can tell what is inside TTFT 2000 ms: requests were unfinished"]
+    slow = f.figures(StepRun(fast, 0.0, 5.0), 8, False, f.Bounds(1.0))
+    unsure = LoadReport({}, [slow, cut], "time", 2, 5.0, None, "TTFT 1 ms")
+    assert unsure.words[0].startswith("no load that can be judged is inside the bounds: concurrency 8 has 0%")
+
+
+def test_a_load_on_which_nothing_works_is_outside_though_its_warm_up_never_ended():
+    failed = StepRun((record(bursts=(), is_measured=False, error="http 503"),) * 8, None, 3.0, hopeless=True)
+    found = f.figures(failed, 4, True, f.Bounds(2000.0))
+    assert (found.n_measured, found.goodput, found.is_inside) == (0, 0.0, False)
+    assert f.figures(failed, 4, True, f.Bounds()).is_inside is None
+    nothing = f.figures(StepRun((), 0.0, 5.0), 0.01, True, f.Bounds(2000.0))
+    report = LoadReport({}, [nothing], "done", 1, 5.0, None, "TTFT 2000 ms")
+    assert report.words == ["nobody can tell what is inside TTFT 2000 ms: nothing was measured"]
 
 
 def test_acceptance_is_of_the_metrics_or_else_of_the_answers():

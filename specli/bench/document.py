@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specli.bench import files
 from specli.bench.advice import Conclusion
 from specli.bench.report import LEVELS, Cell, Costs
 from specli.bench.workloads import Prompt
-from specli.errors import ConfigError
 
 FORMAT = 1
 
@@ -118,39 +118,6 @@ def _by_level(values: Sequence[float] | None) -> dict[str, float] | None:
     return None if values is None else {f"p{100 * level:.0f}": v for level, v in zip(LEVELS, values, strict=True)}
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def require_writable(flag: str, path: Path) -> None:
-    """Raise ``ConfigError`` now rather than after an hour of measuring."""
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from error
-
-
-def save(path: Path, report: Report) -> None:
-    """Write the whole report. Raises ``ConfigError``."""
-    try:
-        path.write_text(json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(f"--save {path} cannot be written: {error.strerror}") from error
-
-
 def load(path: Path) -> dict[str, object]:
-    """A report that was saved. Raises ``ConfigError`` for anything else."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--compare {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--compare {path} is not JSON; expected a file of specli bench --save") from error
-    if not isinstance(found, dict) or not {"cells", "models", "prompts"} <= set(found):
-        raise ConfigError(f"--compare {path} is not a bench; expected a file of specli bench --save")
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"--compare {path} has format {found.get('format')}, expected {FORMAT}; measure again")
-    return found
+    """A bench that was saved. Raises ``ConfigError`` for anything else."""
+    return files.load(path, "bench", FORMAT, lambda found: {"cells", "models", "prompts"} <= set(found))

@@ -7,7 +7,7 @@ system and no global state is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,15 @@ def require_plotting(path: Path) -> None:
 
 def draw(report: Report, path: Path) -> None:
     """Write the picture of ``report``. Raises ``ConfigError`` when the file cannot be written."""
+    write_picture(lambda: _figure(report), path)
+
+
+def write_picture(make: Callable[[], Figure], path: Path) -> None:
+    """Write the figure that ``make`` makes, in specli's style. Raises ``ConfigError`` when it cannot be written."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "specli"}):
-        figure = _figure(report)
+        figure = make()
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
         except OSError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import sys
 import time
@@ -17,6 +15,7 @@ import typer
 
 from specli.cli import options as o
 from specli.cli.arguments import draft_length, map_spec_type
+from specli.cli.deliver import FORMATS, deliver, deliver_comparison
 from specli.cli.interrupt import Interrupt
 from specli.cli.load_flags import LoadFlags, given_options
 from specli.cli.model_group import ModelFlags
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from specli.render.base import Renderer
 
 _RESERVE_S, _RESERVE = 5.0, 0.03  # of the time budget, for what comes before and after the runs
-FORMATS = ("table", "md", "json", "jsonl", "csv")
 WHAT, RESULT = "What to measure", "Result"
 
 Workloads = Annotated[
@@ -277,75 +275,33 @@ def _show(step: Progress, console: Renderer) -> None:
 
 
 def _deliver(report: Report, what: BenchFlags) -> None:
-    """Print, save and draw. The answer goes to stdout before any file is written."""
-    from specli.bench import document
+    from specli.bench.plot import draw
+    from specli.render.bench import markdown, print_report
 
-    if what.output == "table":
-        from specli.render.bench import print_report
-
-        print_report(sys.stdout, os.environ, report, details=what.details)
-    elif what.output == "md":
-        from specli.render.bench import markdown
-
-        sys.stdout.write(markdown(report))
-    elif what.output == "json":
-        sys.stdout.write(json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n")
-    elif what.output == "jsonl":
-        for line in report.lines():
-            sys.stdout.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-    else:
-        write_csv([document.flat(line) for line in report.lines()])
-    sys.stdout.flush()
-    if what.save is not None:
-        document.save(what.save, report)
-    if what.plot is not None:
-        from specli.bench.plot import draw
-
-        draw(report, what.plot)
+    deliver(report, what, print_report, markdown, draw)
 
 
-def write_csv(rows: Sequence[dict[str, object]]) -> None:
-    """Rows with one header, to stdout."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def _compare(old: Path, new: Path, output: str) -> None:
-    from specli.bench.compare import change_dict, compare
-    from specli.bench.document import flat, load
+def _compare(old: Path, new: Path, form: str) -> None:
     from specli.load.document import is_load_test
 
     if is_load_test(old) or is_load_test(new):
         from specli.cli.load import compare_loads
 
-        compare_loads(old, new, output)
+        compare_loads(old, new, form)
         return
+
+    from specli.bench.compare import change_dict, compare
+    from specli.bench.document import load
+    from specli.render.bench import comparison_markdown, print_comparison
 
     comparison = compare(load(old), load(new))
     rows = [change_dict(change) for change in comparison.changes]
-    if output == "table":
-        from specli.render.bench import print_comparison
-
-        print_comparison(sys.stdout, os.environ, comparison)
-    elif output == "md":
-        from specli.render.bench import comparison_markdown
-
-        sys.stdout.write(comparison_markdown(comparison))
-    elif output == "json":
-        found = {"changes": rows, "notes": list(comparison.notes)}
-        sys.stdout.write(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
-    elif output == "jsonl":
-        for row in rows:
-            sys.stdout.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-    else:
-        write_csv([flat(row) for row in rows])
+    deliver_comparison(comparison, rows, form, print_comparison, comparison_markdown)
 
 
 def check_files(what: BenchFlags) -> None:
     """Refuse now what could not be written after an hour of measuring."""
-    from specli.bench.document import require_writable
+    from specli.bench.files import require_writable
 
     if what.save is not None:
         require_writable("--save", what.save)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import ExitStack
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specli.cli.bench import check_files, write_csv
+from specli.cli.bench import check_files
+from specli.cli.deliver import deliver, deliver_comparison
 from specli.cli.interrupt import Interrupt
 from specli.errors import Cancelled, ConfigError
 
@@ -39,7 +39,11 @@ def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, igno
     check_files(what)
     prompts = what.read_prompts() if what.prompts is not None else []
     report = _measure(wanted, prompts, started_s)
-    _deliver(report, what)
+
+    from specli.load.plot import draw
+    from specli.render.load import markdown, print_report
+
+    deliver(report, what, print_report, markdown, draw)
     if report.ending == "interrupted":
         raise typer.Exit(Cancelled.exit_code)
 
@@ -56,59 +60,15 @@ def _measure(options: LoadOptions, prompts: Sequence[Prompt], started_s: float) 
         return measure(options, prompts, Watch(console.progress, interrupt, deadline_s))
 
 
-def _deliver(report: LoadReport, what: BenchFlags) -> None:
-    """Print, save and draw. The answer goes to stdout before any file is written."""
-    from specli.bench.document import flat
-    from specli.load import document
-
-    if what.output == "table":
-        from specli.render.load import print_load
-
-        print_load(sys.stdout, os.environ, report, details=what.details)
-    elif what.output == "md":
-        from specli.render.load import markdown
-
-        sys.stdout.write(markdown(report))
-    elif what.output == "json":
-        _write_json(report.as_dict(), indent=1)
-    elif what.output == "jsonl":
-        for line in report.lines():
-            _write_json(line)
-    else:
-        write_csv([flat(line) for line in report.lines()])
-    sys.stdout.flush()
-    if what.save is not None:
-        document.save(what.save, report)
-    if what.plot is not None:
-        from specli.load.plot import draw
-
-        draw(report, what.plot)
-
-
-def compare_loads(old: Path, new: Path, output: str) -> None:
+def compare_loads(old: Path, new: Path, form: str) -> None:
     """Print what changed between two kept load tests. Raises ``ConfigError``, also for one of another kind."""
-    from specli.bench.document import flat
     from specli.load.compare import compare
     from specli.load.document import is_load_test, load
+    from specli.render.load import comparison_markdown, print_comparison
 
-    found = [load(path) if is_load_test(path) else _other_kind(path) for path in (old, new)]
-    comparison = compare(*found)
+    comparison = compare(*(load(path) if is_load_test(path) else _other_kind(path) for path in (old, new)))
     rows = [change.as_dict() for change in comparison.changes]
-    if output == "table":
-        from specli.render.load import print_comparison
-
-        print_comparison(sys.stdout, os.environ, comparison)
-    elif output == "md":
-        from specli.render.load import comparison_markdown
-
-        sys.stdout.write(comparison_markdown(comparison))
-    elif output == "json":
-        _write_json({"changes": rows, "notes": list(comparison.notes)}, indent=1)
-    elif output == "jsonl":
-        for row in rows:
-            _write_json(row)
-    else:
-        write_csv([flat(row) for row in rows])
+    deliver_comparison(comparison, rows, form, print_comparison, comparison_markdown)
 
 
 def _other_kind(path: Path) -> dict[str, object]:
@@ -117,7 +77,3 @@ def _other_kind(path: Path) -> dict[str, object]:
 
     document.load(path)
     raise ConfigError(f"--compare got a load test and a bench of models ({path}); expected two of a kind")
-
-
-def _write_json(found: object, indent: int | None = None) -> None:
-    sys.stdout.write(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=indent) + "\n")

@@ -29,7 +29,7 @@ FACTS_S = 30.0  # for an answer that needs no model
 _MESSAGE = 200  # characters of what a server said
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A request that failed. ``kind``: what is counted; ``message``: what was said."""
 
     def __init__(self, kind: str, message: str = "") -> None:
@@ -59,7 +59,7 @@ class _Answer:
     is_done: bool = False  # [DONE]
 
     def take(self, events: list[str], at_s: float) -> None:
-        """What arrived at ``at_s``. Raises ``Failed``."""
+        """What arrived at ``at_s``. Raises ``RequestFailed``."""
         n_chars, n_events = 0, 0
         for data in events:
             if data.strip() == "[DONE]":
@@ -76,11 +76,11 @@ class _Answer:
         try:
             found = json.loads(data)
         except ValueError as error:
-            raise Failed("bad json", f"{error} in {data[:80]!r}") from error
+            raise RequestFailed("bad json", f"{error} in {data[:80]!r}") from error
         if not isinstance(found, dict):
-            raise Failed("bad json", f"an event that is no object: {data[:80]!r}")
+            raise RequestFailed("bad json", f"an event that is no object: {data[:80]!r}")
         if found.get("error") is not None:
-            raise Failed("error event", _said(found) or data)
+            raise RequestFailed("error event", _said(found) or data)
         self._count(found)
         choices = found.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
@@ -143,9 +143,9 @@ class Client:
         try:
             response = await self._get("/v1/models")
             if response.status_code != 200:
-                raise Failed(f"http {response.status_code}", _told(response.text))
+                raise RequestFailed(f"http {response.status_code}", _told(response.text))
             model, owner = _first_model(response.text)
-        except Failed as failed:
+        except RequestFailed as failed:
             if asked is None or failed.kind not in ("http 404", "http 405", "http 501", "no model"):
                 raise ServerError(self._words(failed, "/v1/models")) from failed
             return Facts(asked)
@@ -183,7 +183,7 @@ class Client:
         """What ``/metrics`` says; None where there is nothing."""
         try:
             response = await self._get("/metrics")
-        except Failed:
+        except RequestFailed:
             return None
         return response.text if response.status_code == 200 else None
 
@@ -191,12 +191,12 @@ class Client:
         try:
             response = await self._get(path)
             found = response.json() if response.status_code == 200 else None
-        except (Failed, ValueError):
+        except (RequestFailed, ValueError):
             return None
         return found if isinstance(found, dict) else None
 
     async def _get(self, path: str) -> httpx.Response:
-        """Raises ``Failed``."""
+        """Raises ``RequestFailed``."""
         try:
             return await self._http.get(self.base + path, timeout=min(FACTS_S, self._options.timeout_s))
         except self._httpx.HTTPError as error:
@@ -207,10 +207,10 @@ class Client:
     async def ask(self, ask: Ask, due_s: float | None, is_measured: bool) -> Record:
         """Send ``ask`` and read its answer to the end; failures are in the record. ``due_s`` None: it is due now."""
         answer, sent_s = _Answer(), time.monotonic()
-        failed: Failed | None = None
+        failed: RequestFailed | None = None
         try:
             await self._read(ask, answer)
-        except Failed as error:
+        except RequestFailed as error:
             failed = error
         except self._httpx.HTTPError as error:
             failed = self._failure(error)
@@ -237,24 +237,24 @@ class Client:
         async with self._http.stream("POST", self.base + path, json=self._body(ask)) as response:
             if response.status_code != 200:
                 said = (await response.aread()).decode("utf-8", "replace")
-                raise Failed(f"http {response.status_code}", _told(said))
+                raise RequestFailed(f"http {response.status_code}", _told(said))
             kind = response.headers.get("content-type", "text/event-stream")
             if not kind.startswith("text/event-stream"):
-                raise Failed("not streamed", f"the answer is {kind}, expected text/event-stream")
+                raise RequestFailed("not streamed", f"the answer is {kind}, expected text/event-stream")
             async for data in response.aiter_bytes():
                 at_s = time.monotonic()
                 try:
                     answer.take(parser.feed(data), at_s)
                 except EventTooLong as error:
-                    raise Failed("bad json", str(error)) from error
+                    raise RequestFailed("bad json", str(error)) from error
                 if answer.is_done:
                     break
             else:
                 answer.take(parser.close(), time.monotonic())
         if not (answer.is_done or answer.is_finished):
-            raise Failed("cut", "the stream ended without [DONE] and without a reason")
+            raise RequestFailed("cut", "the stream ended without [DONE] and without a reason")
         if not answer.bursts:
-            raise Failed("empty", "no text came")
+            raise RequestFailed("empty", "no text came")
 
     def _body(self, ask: Ask) -> dict[str, object]:
         options = self._options
@@ -274,26 +274,28 @@ class Client:
 
     # -- failures
 
-    def _failure(self, error: Exception) -> Failed:
+    def _failure(self, error: Exception) -> RequestFailed:
         """What httpx raised, by kind."""
         httpx = self._httpx
         message = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectTimeout):
-            return Failed("connect timeout", f"no connection within {min(CONNECT_S, self._options.timeout_s):g} s")
+            return RequestFailed(
+                "connect timeout", f"no connection within {min(CONNECT_S, self._options.timeout_s):g} s"
+            )
         if isinstance(error, httpx.TimeoutException):
-            return Failed("timeout", f"nothing came for {self._options.timeout_s:g} s")
+            return RequestFailed("timeout", f"nothing came for {self._options.timeout_s:g} s")
         if isinstance(error, httpx.ConnectError):
             kinds = {ConnectionRefusedError: "refused", socket.gaierror: "unknown host", ssl.SSLError: "tls"}
             for cause in _causes(error):
                 for kind, name in kinds.items():
                     if isinstance(cause, kind):
-                        return Failed(name, str(cause))
-            return Failed("no connection", message)
+                        return RequestFailed(name, str(cause))
+            return RequestFailed("no connection", message)
         if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
-            return Failed("cut", message)
-        return Failed("bad http", message)
+            return RequestFailed("cut", message)
+        return RequestFailed("bad http", message)
 
-    def _words(self, failed: Failed, path: str) -> str:
+    def _words(self, failed: RequestFailed, path: str) -> str:
         """One line on why nothing can be measured."""
         where = shown_url(self.base)
         advice = {
@@ -325,15 +327,15 @@ def shown_url(url: str) -> str:
 
 
 def _first_model(said: str) -> tuple[str, str | None]:
-    """Name and owner of the first model. Raises ``Failed``."""
+    """Name and owner of the first model. Raises ``RequestFailed``."""
     try:
         found = json.loads(said)
         first = found["data"][0]
         name, owner = first["id"], first.get("owned_by")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Failed("no model", f"no list of models: {said[:80]}") from error
+        raise RequestFailed("no model", f"no list of models: {said[:80]}") from error
     if not isinstance(name, str) or not name:
-        raise Failed("no model", f"a model without a name: {said[:80]}")
+        raise RequestFailed("no model", f"a model without a name: {said[:80]}")
     return name, owner if isinstance(owner, str) and owner else None
 
 

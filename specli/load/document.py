@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specli.bench import files
 from specli.errors import ConfigError
 from specli.load.figures import ROW, Figures, Latency, few
 from specli.load.search import Found
@@ -39,12 +39,13 @@ class LoadReport:
         steps = sorted(self.steps, key=lambda step: step.load)
         judged = [step for step in steps if step.is_inside is not None]
         if not judged:
-            return [f"nobody can tell what is inside {self.bounds_words}: the server gives no usage"]
+            return [f"nobody can tell what is inside {self.bounds_words}: {_why_unknown(steps)}"]
         inside = [step for step in judged if step.is_inside]
         if not inside:
             least = judged[0]
             share = f"{100 * (least.goodput or 0.0):.0f}% of requests within {self.bounds_words}"
-            return [f"no load is inside the bounds: {load_words(least)} has {share}"]
+            which = "no load" if len(judged) == len(steps) else "no load that can be judged"
+            return [f"{which} is inside the bounds: {load_words(least)} has {share}"]
         best = inside[-1]
         kind = "highest load" if self.found is not None else "highest measured load"
         share = f"{100 * (best.goodput or 0.0):.0f}% of requests within {self.bounds_words}"
@@ -63,6 +64,10 @@ class LoadReport:
             planned = "" if self.n_planned is None else f" of {self.n_planned}"
             lines.append(f"{len(self.steps)}{planned} loads were begun when {why}; figures are of what was done")
         for step in self.steps:
+            if step.n_unfinished:
+                doubt = ", and whether it is inside the bounds is unknown" if self.bounds_words else ""
+                which = f"{load_words(step)}: {step.n_unfinished} of {step.n_measured + step.n_unfinished} requests"
+                lines.append(f"{which} were unfinished; latencies are of the others, the faster ones{doubt}")
             n = sum(step.errors.values())
             if n:
                 kinds = ", ".join(f"{kind} ({count})" for kind, count in step.errors.items())
@@ -97,6 +102,13 @@ class LoadReport:
 def load_words(step: Figures) -> str:
     """A load for people."""
     return f"{step.load:g} requests/s" if step.is_open else f"concurrency {step.load:g}"
+
+
+def _why_unknown(steps: Sequence[Figures]) -> str:
+    """Why no load can be judged."""
+    if any(step.n_unfinished for step in steps):
+        return "requests were unfinished"
+    return "the server gives no usage" if any(step.n_measured for step in steps) else "nothing was measured"
 
 
 def rate_words(step: Figures) -> str:
@@ -146,33 +158,16 @@ def _latency(found: Latency | None) -> dict[str, object] | None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, report: LoadReport) -> None:
-    """Write the whole report. Raises ``ConfigError``."""
-    try:
-        path.write_text(json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(f"--save {path} cannot be written: {error.strerror}") from error
-
-
 def is_load_test(path: Path) -> bool:
     """Whether ``path`` is a kept load test; False for anything else, unreadable files too."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        return files.read(path).get("kind") == KIND
+    except ConfigError:
         return False
-    return isinstance(found, dict) and found.get("kind") == KIND
 
 
 def load(path: Path) -> dict[str, object]:
     """A load test that was saved. Raises ``ConfigError`` for anything else."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--compare {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--compare {path} is not JSON; expected a file of specli bench --save") from error
-    if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("steps"), list):
-        raise ConfigError(f"--compare {path} is not a load test; expected a file of specli bench --url --save")
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"--compare {path} has format {found.get('format')}, expected {FORMAT}; measure again")
-    return found
+    return files.load(
+        path, KIND, FORMAT, lambda found: found.get("kind") == KIND and isinstance(found.get("steps"), list)
+    )

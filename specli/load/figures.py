@@ -7,6 +7,9 @@
     throughput  tokens that arrived in the steady window / its seconds; requests that ended well in it likewise
     goodput     share of the measured requests that ended well and inside the bounds, and how many such ended per second
 
+A load that was cut short, with measured requests unfinished, has no goodput and is neither inside nor outside the
+bounds: the answers that are missing are the slow ones. One that was given up because nothing worked has 0.
+
 Latencies are of the requests that were due in the window, those included that ended after it. How many tokens a piece
 of text holds no server tells: a request's tokens are shared out over its pieces by their events where these are as
 many as its tokens, else by their characters. Intervals are of order statistics (distribution-free, 95%).
@@ -22,13 +25,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from specli.bench.statistics import quantiles
+from specli.bench.statistics import CONFIDENCE, quantiles
 from specli.load.records import Record, StepRun
 
 LEVELS = (0.50, 0.95, 0.99)
 ENOUGH = 100  # values, below which a 99th percentile is the slowest few
 INSIDE = 0.95  # of the requests, for a load to be inside the bounds
-_TAIL = 0.025
+_TAIL = (1 - CONFIDENCE) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Figures:
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether this load is inside the bounds."""
+        """Whether this load is inside the bounds; None where nobody can tell."""
         return None if self.goodput is None else self.goodput >= INSIDE
 
 
@@ -128,7 +131,6 @@ def figures(
     ended = [r for r in run.records if r.error is None and start is not None and end and start <= r.ended_s <= end]
     failed = [record for record in measured or run.records if record.error is not None]
     proposed, accepted, source = _acceptance(run.records, scraped)
-    kept = [bounds.keeps(record) for record in measured]
     counted = [r for r in run.records if r.error is None]
     has_usage = any(record.output_tokens is not None for record in counted)
     return Figures(
@@ -150,7 +152,7 @@ def figures(
         output_tokens=_lengths((r.asked_output, r.output_tokens) for r in ok),
         output_tok_s=_tokens_in(run, counted) / window_s if window_s and has_usage else None,
         requests_s=len(ended) / window_s if window_s else None,
-        goodput=None if not kept or None in kept else sum(map(bool, kept)) / len(kept),
+        goodput=_goodput(run, bounds),
         goodput_s=_rate([bounds.keeps(record) for record in ended], bounds, window_s),
         has_usage=has_usage,
         proposed=proposed,
@@ -262,6 +264,14 @@ def _in_flight(run: StepRun, window_s: float) -> float | None:
     if start is None or end is None or not window_s:
         return None
     return sum(max(0.0, min(r.ended_s, end) - max(r.sent_s, start)) for r in run.records) / window_s
+
+
+def _goodput(run: StepRun, bounds: Bounds) -> float | None:
+    """Share of the measured requests inside ``bounds``; None where nobody can tell."""
+    if run.n_unfinished:
+        return None
+    kept = [bounds.keeps(record) for record in run.records if record.is_measured or run.hopeless]
+    return None if not kept or None in kept else sum(map(bool, kept)) / len(kept)
 
 
 def _rate(kept: Sequence[bool | None], bounds: Bounds, window_s: float) -> float | None:

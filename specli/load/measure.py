@@ -108,7 +108,7 @@ class _Campaign:
         before = counters(await client.metrics() or "")
         label = f"{load:g} requests/s" if options.is_open else f"concurrency {load:g}"
         step = Step(load, options.is_open, extent_of(options, load), options.seed)
-        run = await run_step(client, step, writer, self._watch, label)
+        run = await run_step(client, step, writer.asks(len(self._steps)), self._watch, label)
         self._was_stopped = run.stopped
         after = None if run.stopped else counters(await client.metrics() or "")
         self._has_metrics = self._has_metrics or before is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specli.errors import ConfigError
+from specli.bench.plot import write_picture
 from specli.load.document import LoadReport
 from specli.load.figures import INSIDE, Figures, Latency
 
@@ -23,14 +23,7 @@ _GREEN, _GREY = "#009E73", "#666666"
 
 def draw(report: LoadReport, path: Path) -> None:
     """Write the picture of ``report``. Raises ``ConfigError`` when the file cannot be written."""
-    from matplotlib import rc_context
-
-    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "specli"}):
-        figure = _figure(report)
-        try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-        except OSError as error:
-            raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
+    write_picture(lambda: _figure(report), path)
 
 
 def _figure(report: LoadReport) -> Figure:

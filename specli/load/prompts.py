@@ -2,13 +2,16 @@
 
 A prefix cache would answer for the server if prompts shared their beginning, and if a second run repeated the first
 one's. So each prompt begins with a tag of its own: of the run (drawn anew each time) and of the request. Lengths and
-words come from the seed alone.
+words of a step's requests come from the seed and the step's number alone, however many the steps before it asked (how
+many words, from the server's tokenizer too). A file's prompts come in an order of the seed that goes on from step to
+step, so that none is asked twice before it must.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -36,6 +39,7 @@ though feel talk bird soon body dog family direct pose leave song measure door p
 wind question happen complete ship area half rock order fire south problem piece told knew pass since top whole
 """
 _WORDS = _COMMON.split()
+_PREFIX, _LENGTHS, _WORDING, _ORDER = 1, 3, 4, 5  # streams of random numbers under the seed; 2 is of the arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Ask:
 
 
 class Writer:
-    """Writes asks without end. ``tag``: of the run; ``chars_per_token``: of the server's tokenizer on such text."""
+    """Writes the asks of a run. ``tag``: of the run; ``chars_per_token``: of the server's tokenizer on such text."""
 
     def __init__(
         self,
@@ -62,10 +66,10 @@ class Writer:
     ) -> None:
         self._options, self._tag, self._prompts = options, tag, tuple(prompts)
         self._chars = chars_per_token
-        self._rng = np.random.default_rng(options.seed)
+        self._order_rng = np.random.default_rng([options.seed, _ORDER])
         self._order: list[int] = []
         n_shared = round(options.shared_prefix * chars_per_token)
-        self._shared = text(f"{tag}: ", n_shared, np.random.default_rng([options.seed, 1])) if n_shared else ""
+        self._shared = text(f"{tag}: ", n_shared, np.random.default_rng([options.seed, _PREFIX])) if n_shared else ""
         self.n_written = 0
 
     @property
@@ -73,26 +77,28 @@ class Writer:
         """Whether a prompt of the file was asked more than once."""
         return bool(self._prompts) and self.n_written > len(self._prompts)
 
-    def __iter__(self) -> Iterator[Ask]:
-        """Itself."""
-        return self
+    def asks(self, step: int) -> Iterator[Ask]:
+        """Asks of the ``step``-th load, from 0, without end."""
+        seed = self._options.seed
+        lengths, words = (np.random.default_rng([seed, stream, step]) for stream in (_LENGTHS, _WORDING))
+        for i in count():
+            yield self._write(f"{step}-{i} {self._tag}: ", lengths, words)
 
-    def __next__(self) -> Ask:
-        """The next ask."""
+    def _write(self, opening: str, lengths: np.random.Generator, words: np.random.Generator) -> Ask:
         index = self.n_written
         self.n_written += 1
-        max_tokens = draw(self._options.output_length, self._rng)
+        max_tokens = draw(self._options.output_length, lengths)
         if self._prompts:
             prompt = self._prompts[self._next_of_file()]
             return Ask(index, prompt.text, None, max_tokens, prompt.system)
-        n_tokens = draw(self._options.input_length, self._rng)
+        n_tokens = draw(self._options.input_length, lengths)
         n_chars = max(0, round(n_tokens * self._chars) - len(self._shared))
-        return Ask(index, self._shared + text(f"{index} {self._tag}: ", n_chars, self._rng), n_tokens, max_tokens)
+        return Ask(index, self._shared + text(opening, n_chars, words), n_tokens, max_tokens)
 
     def _next_of_file(self) -> int:
         """Every prompt once, in an order drawn by the seed, then again in another one."""
         if not self._order:
-            self._order = [int(i) for i in self._rng.permutation(len(self._prompts))]
+            self._order = [int(i) for i in self._order_rng.permutation(len(self._prompts))]
         return self._order.pop()
 
 

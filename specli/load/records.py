@@ -52,8 +52,8 @@ class Record:
 class StepRun:
     """One load, run: ``started_s`` to ``ended_s`` is the steady window; None when it never began.
 
-    ``n_unfinished``: measured requests still in flight when everything had to stop. ``lag_ms``: how late this machine
-    itself was, at the 99th percentile.
+    ``n_unfinished``: measured requests that had not ended when everything had to stop. ``lag_ms``: how late
+    this machine itself was, at the 99th percentile.
     """
 
     records: tuple[Record, ...]
@@ -62,4 +62,4 @@ class StepRun:
     n_unfinished: int = 0
     lag_ms: float | None = None
     stopped: bool = False  # by the user or the clock
-    hopeless: bool = False  # nothing but failures
+    hopeless: bool = False  # given up: nothing but failures, of the warm-up maybe

@@ -2,7 +2,7 @@
 
 A closed loop keeps exactly so many requests in flight: each is followed at once by another, but for a short pause
 after a failure, lest a server that refuses is asked thousands of times a second. An open loop sends each request when
-it arrives, however many are in flight.
+it arrives, however many are in flight; one that was due in the window is sent however late this machine is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specli.config import MOST_IN_FLIGHT
 from specli.load.arrivals import poisson
 from specli.load.prompts import Ask
 from specli.load.records import Record, StepRun
-from specli.load.window import Extent, Window
+from specli.load.window import Extent, SteadyWindow
 
 TICK_S = 0.05
 _TICKS_SHOWN = 5  # from one showing of the progress to the next, which costs time that is being measured
@@ -76,11 +76,11 @@ async def run_step(asker: Asker, step: Step, asks: Iterator[Ask], watch: Watch, 
             stopped = True
             running.window.close(now_s)
             break
-    n_unfinished = running.n_measured_in_flight
     await _end(loop)
     window = running.window
     window.close(time.monotonic())
     records = tuple(sorted(running.records, key=lambda record: record.due_s))
+    n_unfinished = window.n_measured - sum(record.is_measured for record in records)
     lag_ms = 1000 * float(np.quantile(lags, 0.99)) if lags else None
     return StepRun(
         records, window.started_s, window.ended_s, n_unfinished, lag_ms, stopped=stopped, hopeless=running.is_hopeless
@@ -100,8 +100,7 @@ class _Running:
     def __init__(self, asker: Asker, step: Step, asks: Iterator[Ask]) -> None:
         self._asker, self._step, self._asks = asker, step, asks
         self.records: list[Record] = []
-        self.window = Window(step.extent, time.monotonic())
-        self.n_measured_in_flight = 0
+        self.window = SteadyWindow(step.extent, time.monotonic())
         self.is_hopeless = False
         self._has_success = False
         self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
@@ -119,16 +118,18 @@ class _Running:
     async def open_loop(self) -> None:
         """A task for each arrival."""
         tasks: set[asyncio.Task[None]] = set()
-        begun_s = self.window.begun_s
+        offsets_s = poisson(self._step.load, np.random.default_rng([self._step.seed, 2]))
+        arrivals = (self.window.begun_s + offset_s for offset_s in offsets_s)
+        due_s = next(arrivals)
         try:
-            for offset_s in poisson(self._step.load, np.random.default_rng([self._step.seed, 2])):
-                due_s = begun_s + offset_s
-                if not await self._wait_until(due_s) or (is_measured := self.window.take(due_s)) is None:
-                    break
+            while await self._wait_until(due_s) and (is_measured := self.window.take(due_s)) is not None:
                 task = asyncio.create_task(self._arrived(due_s, is_measured))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                due_s = next(arrivals)
         except asyncio.CancelledError:
+            while due_s < time.monotonic() and self.window.take(due_s) is not None:  # was due: is unfinished
+                due_s = next(arrivals)
             for task in tasks:
                 task.cancel()
             raise
@@ -140,6 +141,7 @@ class _Running:
             if self.window.ended_s is not None:
                 return False
             await asyncio.sleep(min(left_s, TICK_S))
+        await asyncio.sleep(0)  # one that is late lets go first what came before it, and an end that is wanted
         return True
 
     async def _arrived(self, due_s: float, is_measured: bool) -> None:
@@ -147,9 +149,7 @@ class _Running:
             await self._one(due_s, is_measured)
 
     async def _one(self, due_s: float | None, is_measured: bool) -> Record:
-        self.n_measured_in_flight += is_measured
         record = await self._asker.ask(next(self._asks), due_s, is_measured)
-        self.n_measured_in_flight -= is_measured
         self.records.append(record)
         self.window.note_end(record.ended_s)
         self._has_success = self._has_success or record.error is None

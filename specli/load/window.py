@@ -15,7 +15,7 @@ class Extent:
     duration_s: float = 60.0
 
 
-class Window:
+class SteadyWindow:
     """Decides of each request whether it is sent and measured. Times are of the caller's clock."""
 
     def __init__(self, extent: Extent, begun_s: float) -> None:
@@ -27,14 +27,17 @@ class Window:
         self._start_if_warm(begun_s)
 
     def take(self, at_s: float) -> bool | None:
-        """Whether the request that is due at ``at_s`` is measured; None when no more are sent."""
+        """Whether the request that is due at ``at_s`` is measured; None when no more are sent.
+
+        However late it is taken: a load that lost the requests for which this machine was late would be another one.
+        """
         self.tick(at_s)
-        if self.ended_s is not None:
+        if self.ended_s is not None and at_s >= self.ended_s:
             return None
         if self.started_s is None or at_s < self.started_s:
             return False
         if self.n_measured == self.extent.n_requests:
-            self.ended_s = at_s
+            self.close(at_s)
             return None
         self.n_measured += 1
         return True

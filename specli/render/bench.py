@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specli.bench.advice import bounded, label
+from specli.bench.advice import label
 from specli.bench.compare import Change, Comparison
 from specli.bench.document import Report
 from specli.bench.report import Cell, Spread, Verdict, best
 from specli.bench.statistics import Estimate
 from specli.bench.workloads import TITLES
-from specli.render.base import is_terminal
-from specli.render.live import TerminalConsole, terminal_console
+from specli.render.tables import NA, markdown_row, new_table, open_console, percent, ratio
 
-NA = "–"
 USUAL_SETTING = 12  # characters of a setting's name that the columns' widths allow for
-PIPE_WIDTH = 120  # columns where no terminal sets them
 _LOAD = ("load_average_before", "logical_cores")
 _STYLES: dict[Verdict, str] = {"pays": "green", "costs": "red", "even": ""}
 
@@ -60,11 +54,11 @@ def markdown(report: Report) -> str:
     """The same as GitHub's Markdown, all figures in one table."""
     columns = [column for column in (*_MAIN, *_TIMES, *_ACCEPTANCE) if column.heading != "setting"]
     headings = ["workload", "setting", *dict.fromkeys(column.heading for column in columns)]
-    lines = [_md_row(headings), _md_row(["---"] * len(headings))]
+    lines = [markdown_row(headings), markdown_row(["---"] * len(headings))]
     for cell in report.cells:
         figures = {column.heading: column.text(cell) for column in columns}
         lines.append(
-            _md_row([TITLES.get(cell.workload, cell.workload), _setting(cell, report.cells), *figures.values()])
+            markdown_row([TITLES.get(cell.workload, cell.workload), _setting(cell, report.cells), *figures.values()])
         )
     verdict = [f"- {line}" for line in report.conclusion.words]
     notes = [f"{line}  " for line in (_cost_words(report), *_footnotes(report)) if line]
@@ -76,20 +70,20 @@ def digest(report: Report) -> str:
     drafters = [name for name in ("draft", "ngram", "auto") if any(c.setting.drafter == name for c in report.cells)]
     titles = {"draft": "draft model, best K", "ngram": "n-gram, best K", "auto": "auto (the default)"}
     headings = ["workload", "plain tok/s", *(titles[name] for name in drafters)]
-    lines = [_md_row(headings), _md_row(["---"] * len(headings))]
+    lines = [markdown_row(headings), markdown_row(["---"] * len(headings))]
     for workload in dict.fromkeys(cell.workload for cell in report.cells):
         own = [cell for cell in report.cells if cell.workload == workload]
         row = [TITLES.get(workload, workload), f"{_plain(own).median:.0f}"]
         for name in drafters:
             cell = best([cell for cell in own if cell.setting.drafter == name])
             row.append(NA if cell is None else _digested(cell))
-        lines.append(_md_row(row))
+        lines.append(markdown_row(row))
     return "\n".join(lines) + "\n"
 
 
 def _digested(cell: Cell) -> str:
     length = f"K {cell.setting.k}: " if cell.setting.k is not None else ""
-    return f"{length}{_ratio(cell.speedup)}, {_percent(cell.counts.acceptance_rate)} accepted"
+    return f"{length}{ratio(cell.speedup)}, {percent(cell.counts.acceptance_rate)} accepted"
 
 
 def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Comparison) -> None:
@@ -98,7 +92,7 @@ def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Compari
         table = new_table("workload", "setting", "plain>", "decoding>", "speedup>", "")
         for change, title in _titled(comparison.changes):
             style = {"better": "green", "worse": "red"}.get(change.words, "")
-            table.add_row(title, label(change.setting), *map(_ratio, _estimates(change)), Text(change.words, style))
+            table.add_row(title, label(change.setting), *map(ratio, _estimates(change)), Text(change.words, style))
         console.print(table)
         for note in comparison.notes:
             console.print(Text(f"note: {note}", "yellow"))
@@ -106,10 +100,10 @@ def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Compari
 
 def comparison_markdown(comparison: Comparison) -> str:
     """The same as Markdown."""
-    lines = [_md_row(["workload", "setting", "plain", "decoding", "speedup", ""]), _md_row(["---"] * 6)]
+    lines = [markdown_row(["workload", "setting", "plain", "decoding", "speedup", ""]), markdown_row(["---"] * 6)]
     for change in comparison.changes:
         title = TITLES.get(change.workload, change.workload)
-        lines.append(_md_row([title, label(change.setting), *map(_ratio, _estimates(change)), change.words]))
+        lines.append(markdown_row([title, label(change.setting), *map(ratio, _estimates(change)), change.words]))
     return "\n".join([*lines, *(f"\n{note}" for note in comparison.notes)]) + "\n"
 
 
@@ -125,28 +119,6 @@ def _estimates(change: Change) -> tuple[Estimate, Estimate, Estimate]:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def open_console(stdout: TextIO, env: Mapping[str, str]) -> Iterator[Console]:
-    """A console; on a pipe without the blanks that rich fills cells up with."""
-    if is_terminal(stdout):
-        yield terminal_console(stdout, env, tint=not env.get("NO_COLOR"))
-        return
-    console = TerminalConsole(file=stdout, force_terminal=False, color_system=None, width=PIPE_WIDTH)
-    with console.capture() as captured:
-        yield console
-    stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
-
-
-def new_table(*headings: str) -> Table:
-    """A table; a heading that ends in ``>`` is of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        is_number = heading.endswith(">")
-        justify = "right" if is_number else "left"
-        table.add_column(heading.removesuffix(">"), justify=justify, no_wrap=is_number)  # type: ignore[arg-type]
-    return table
 
 
 def _table(cells: Sequence[Cell], columns: Sequence[_Column], width: int) -> Table:
@@ -221,15 +193,6 @@ def _number(value: float | None, decimals: int = 2) -> str:
     return NA if value is None else f"{value:.{decimals}f}"
 
 
-def _percent(value: float | None) -> str:
-    return NA if value is None else f"{100 * value:.0f}%"
-
-
-def _ratio(estimate: Estimate) -> str:
-    ends = estimate.interval
-    return f"{estimate.value:.2f}" + (f" [{bounded(ends[0])}, {bounded(ends[1])}]" if ends else "")
-
-
 def _same(cell: Cell) -> str:
     identity = cell.identity
     if identity is None:
@@ -261,9 +224,9 @@ def _memory(cell: Cell) -> str:
 _MAIN = (
     _Column("tok/s", lambda cell: _number(cell.tok_s.median, 1), 0, lambda cells: _number(_plain(cells).median, 1)),
     _Column("quartiles", lambda cell: _quartiles(cell.tok_s), 100, lambda cells: _quartiles(_plain(cells))),
-    _Column("speedup", lambda cell: _ratio(cell.speedup)),
+    _Column("speedup", lambda cell: ratio(cell.speedup)),
     _Column("predicted", lambda cell: _number(cell.predicted), 100),
-    _Column("accepted", lambda cell: _percent(cell.counts.acceptance_rate)),
+    _Column("accepted", lambda cell: percent(cell.counts.acceptance_rate)),
     _Column("τ", lambda cell: _number(cell.counts.block_efficiency)),
     _Column("TPOT ms", lambda cell: _number(cell.tpot_ms, 1), 110),
     _Column("TTFT s", lambda cell: _number(cell.ttft_s), 110),
@@ -282,13 +245,9 @@ _TIMES = (
 )
 _ACCEPTANCE = (
     _Column("K", lambda cell: _number(cell.k, 1)),
-    _Column("accepted", lambda cell: _percent(cell.counts.acceptance_rate)),
+    _Column("accepted", lambda cell: percent(cell.counts.acceptance_rate)),
     _Column("length", lambda cell: _number(cell.counts.mean_accepted_length)),
     _Column(
         "by position %", lambda cell: " ".join(f"{100 * p:.0f}" for p in cell.counts.per_position_acceptance[:8]) or NA
     ),
 )
-
-
-def _md_row(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"

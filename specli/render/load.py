@@ -8,13 +8,11 @@ from typing import TextIO
 
 from rich.text import Text
 
-from specli.bench.advice import bounded
-from specli.bench.statistics import Estimate
 from specli.load.compare import Change, Comparison
 from specli.load.document import LoadReport
 from specli.load.figures import Figures, Latency, Lengths
 from specli.render.base import one_line
-from specli.render.bench import NA, new_table, open_console
+from specli.render.tables import NA, markdown_row, new_table, open_console, percent, ratio
 
 _RATIOS = {
     "ttft_p95": "TTFT p95",
@@ -35,7 +33,7 @@ class _Column:
     needed: Callable[[Figures], bool] = lambda _step: True  # shown when any load needs it
 
 
-def print_load(stdout: TextIO, env: Mapping[str, str], report: LoadReport, *, details: bool = False) -> None:
+def print_report(stdout: TextIO, env: Mapping[str, str], report: LoadReport, *, details: bool = False) -> None:
     """The table, remarks, and the verdict. ``details``: intervals, gaps and lengths too."""
     with open_console(stdout, env) as console:
         tables = [("", _MAIN), ("times", _TIMES), ("requests", _REQUESTS)] if details else [("", _MAIN)]
@@ -61,9 +59,9 @@ def markdown(report: LoadReport) -> str:
     """The same as GitHub's Markdown, all figures in one table."""
     columns = _shown((*_MAIN, *_TIMES, *_REQUESTS), report.steps)
     columns = list({column.heading: column for column in columns}.values())
-    lines = [_row([_loads_heading(report.steps), *(column.heading for column in columns)])]
-    lines.append(_row(["---"] * (1 + len(columns))))
-    lines += [_row([f"{step.load:g}", *(column.text(step) for column in columns)]) for step in report.steps]
+    lines = [markdown_row([_loads_heading(report.steps), *(column.heading for column in columns)])]
+    lines.append(markdown_row(["---"] * (1 + len(columns))))
+    lines += [markdown_row([f"{step.load:g}", *(column.text(step) for column in columns)]) for step in report.steps]
     remarks = [f"{one_line(line)}  " for line in report.remarks]
     return "\n".join([*lines, "", *remarks, "", *(f"- {one_line(line)}" for line in report.words)]).rstrip() + "\n"
 
@@ -73,7 +71,7 @@ def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Compari
     with open_console(stdout, env) as console:
         table = new_table("load", *(f"{heading}>" for heading in _RATIOS.values()), "in SLA>")
         for change in comparison.changes:
-            table.add_row(_load(change), *(_ratio(change.ratios[name]) for name in _RATIOS), _shares(change))
+            table.add_row(_load(change), *(ratio(change.ratios[name]) for name in _RATIOS), _shares(change))
         console.print(table)
         console.print(Text("ratios above 1: the new one is faster, or does more", "dim"))
         for note in comparison.notes:
@@ -82,9 +80,9 @@ def print_comparison(stdout: TextIO, env: Mapping[str, str], comparison: Compari
 
 def comparison_markdown(comparison: Comparison) -> str:
     """The same as Markdown."""
-    lines = [_row(["load", *_RATIOS.values(), "in SLA"]), _row(["---"] * (2 + len(_RATIOS)))]
+    lines = [markdown_row(["load", *_RATIOS.values(), "in SLA"]), markdown_row(["---"] * (2 + len(_RATIOS)))]
     lines += [
-        _row([_load(change), *(_ratio(change.ratios[name]) for name in _RATIOS), _shares(change)])
+        markdown_row([_load(change), *(ratio(change.ratios[name]) for name in _RATIOS), _shares(change)])
         for change in comparison.changes
     ]
     return "\n".join([*lines, *(f"\n{one_line(note)}" for note in comparison.notes)]) + "\n"
@@ -112,10 +110,6 @@ def _number(value: float | None, unit: float = 1.0) -> str:
     scaled = value / unit
     decimals = next(n for n, least in enumerate((99.5, 9.95, 0.0995, 0.0)) if scaled >= least)
     return f"{scaled:.{decimals}f}"
-
-
-def _percent(value: float | None) -> str:
-    return NA if value is None else f"{100 * value:.0f}%"
 
 
 def _levels(found: Latency | None, unit: float = 1.0) -> str:
@@ -146,8 +140,8 @@ _MAIN = (
     _Column("E2E s p50 95 99", lambda step: _levels(step.e2e_ms, 1000.0), 100),
     _Column("tok/s", lambda step: _number(step.output_tok_s)),
     _Column("req/s", lambda step: _number(step.requests_s), 90),
-    _Column("in SLA", lambda step: _percent(step.goodput), 0, lambda step: step.goodput is not None),
-    _Column("accepted", lambda step: _percent(step.acceptance_rate), 0, lambda step: step.acceptance_rate is not None),
+    _Column("in SLA", lambda step: percent(step.goodput), 0, lambda step: step.goodput is not None),
+    _Column("accepted", lambda step: percent(step.acceptance_rate), 0, lambda step: step.acceptance_rate is not None),
     _Column("failed", _failed, 0, lambda step: bool(step.errors)),
 )
 _TIMES = (
@@ -169,17 +163,6 @@ def _load(change: Change) -> str:
     return f"{change.load:g} req/s" if change.is_open else f"{change.load:g} in flight"
 
 
-def _ratio(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return NA
-    ends = estimate.interval
-    return f"{estimate.value:.2f}" + (f" [{bounded(ends[0])}, {bounded(ends[1])}]" if ends else "")
-
-
 def _shares(change: Change) -> str:
     old, new = change.goodput
-    return NA if old is None and new is None else f"{_percent(old)} > {_percent(new)}"
-
-
-def _row(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+    return NA if old is None and new is None else f"{percent(old)} > {percent(new)}"

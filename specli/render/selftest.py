@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from specli.render.bench import new_table, open_console
+from specli.render.tables import new_table, open_console
 from specli.selftest.subject import Check
 
 _WORDS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("none", "dim")}
