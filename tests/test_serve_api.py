@@ -769,7 +769,7 @@ def test_a_full_queue(session) -> None:
             assert int(response.headers["retry-after"]) >= 1
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:  # noqa: SIM117
             with pytest.raises(openai.RateLimitError):
-                client.completions.create(model=server.session.settings.target.label, prompt="x")
+                client.completions.create(model=server.session.settings.target.label.removesuffix(".gguf"), prompt="x")
         assert server.counter('specli_requests_refused_total{kind="queue_full"}') == 3
         assert "at once" in error(server.complete(n=N_SLOTS + 2), 400, "n")  # never, however empty the queue
         for one in (*running, queued):

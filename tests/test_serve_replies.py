@@ -237,7 +237,7 @@ def test_usage_adds_up() -> None:
         taken.take(script.burst([2, 9, 2], proposed=5))
         taken.take(script.burst([7, 6, 9], proposed=2))
         several.append(taken)
-    counts = usage(several, 20)
+    counts = usage(several, 20, 1)
     assert counts["prompt_tokens"] == 20
     assert counts["completion_tokens"] == sum(taken.n_tokens for taken in several) == 10
     assert counts["total_tokens"] == 30

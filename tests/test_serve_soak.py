@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -140,6 +141,8 @@ def test_a_thousand_requests_leave_nothing_behind(specli, q4_0_path, draft_path)
             assert line, "the server ended"
             if found := re.search(r"listening at (\S+)", line):
                 url = found[1]
+        log = threading.Thread(target=process.stderr.read)  # or the pipe fills, and the server waits for it
+        log.start()
         crowd = Crowd(url, 1)
         asyncio.run(crowd.run(N // 2))
         asyncio.run(calm(url))
