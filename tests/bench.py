@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
     parser.add_argument("-n", type=int, default=96, help="tokens per run")
-    parser.add_argument("--turns", type=int, default=7, help="turns for the table of answers at a time")
+    parser.add_argument("--turns", type=int, default=5, help="turns for the table of answers at a time")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
     parser.add_argument("--only", choices=("memory", "ratios", "speed", "serve", "regimes"), help="one part of it")
@@ -255,7 +255,7 @@ def main() -> None:
             rows = "\n".join(regimes(large, draft, 120))
             parts["regimes"] = f"`make bench` on {where}\n\n{_REGIMES_HEAD}\n{rows}\n"
         if options.only in (None, "serve"):
-            rows = "\n".join(bench_serve.throughput(target, draft, options.n, options.turns))
+            rows = "\n".join(bench_serve.throughput(target, draft, min(options.n, 48), options.turns))
             gaps = "\n".join(f"- {line}" for line in bench_serve.stalls(target, draft))
             parts["serve"] = f"`make bench` on {where}\n\n{bench_serve.HEAD}\n{rows}\n\n{gaps}\n"
     for name, text in parts.items():

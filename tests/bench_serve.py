@@ -16,11 +16,11 @@ from specli.chat import Message
 from specli.config import ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.serve.scheduler import Scheduler
 from specli.session import Session
-from tests.serving import Answer, answer, serving
+from tests.serving import Answer, Recorder, answer, serving
 
 AT_A_TIME = (1, 2, 4, 8)
 WORKLOADS = ("chat", "rewrite", "extract", "story")
-N_ANSWERS = 8
+N_ANSWERS = 10
 LONG_PROMPT = 1500  # tokens
 HEAD = "| answers at a time | plain | speculative | speculative ÷ plain | acceptance |\n|---|---|---|---|---|"
 
@@ -39,21 +39,26 @@ def prompts(session: Session) -> list[list[int]]:
 
 
 def closed_loop(session: Session, n: int, n_predict: int, *, speculate: bool) -> tuple[float, float | None]:
-    """The same ``N_ANSWERS``, ``n`` at a time: tokens per second, and acceptance."""
-    places, done = threading.Semaphore(n), list[Answer]()
-    every = prompts(session)[:N_ANSWERS]
-    with serving(session, speculate=speculate) as scheduler:
-        started_s = time.perf_counter()
-        for prompt in every:
+    """The same ``N_ANSWERS``, ``n`` at a time: tokens per second of the rounds that hold ``n``, and acceptance.
+
+    Only those: how few are left at the end of such a run depends on which answers end together.
+    """
+    places, done, recorder = threading.Semaphore(n), list[Answer](), Recorder(session)
+    with serving(session, speculate=speculate, recorder=recorder) as scheduler:
+        for prompt in prompts(session)[:N_ANSWERS]:
             places.acquire()
             one = answer(session, prompt, n_predict)
             one.then = places.release
             scheduler.submit([one.job])
             done.append(one)
-        seconds = max(one.wait().at_s[-1] for one in done) - started_s
-    proposed = sum(one.stats.proposed for one in done)
-    acceptance = sum(one.stats.accepted for one in done) / proposed if proposed else None
-    return sum(one.stats.n_tokens for one in done) / seconds, acceptance
+        for one in done:
+            one.wait()
+    full = [outcome for outcome in recorder.rounds if len(outcome.sequences) == n]
+    seconds = sum(outcome.draft_s + outcome.verify_s + outcome.host_s for outcome in full)
+    parts = [part for outcome in full for part in outcome.sequences]
+    proposed = sum(part.proposed for part in parts)
+    acceptance = sum(part.accepted for part in parts) / proposed if proposed else None
+    return sum(part.emitted for part in parts) / seconds, acceptance
 
 
 def throughput(target: Path, draft: Path, n_predict: int, n_turns: int) -> Iterator[str]:

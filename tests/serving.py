@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from specli.config import SamplingOptions
-from specli.events import Event, Failed, Finished, Text
+from specli.events import Event, Failed, Finished, RoundDone, Text
 from specli.serve.job import Job
 from specli.serve.metrics import Metrics
 from specli.serve.pace import Pace
@@ -80,12 +80,27 @@ def answer(
     return made
 
 
+class Recorder(Metrics):
+    """Keeps the rounds."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(max(1, session.speculation.k), session.engine.n_sequences)
+        self.rounds: list[RoundDone] = []
+
+    def observe_round(self, outcome: RoundDone, state: str) -> None:
+        """See ``Metrics``."""
+        super().observe_round(outcome, state)
+        self.rounds.append(outcome)
+
+
 @contextmanager
-def serving(session: Session, *, speculate: bool = True, chunked: bool = True) -> Iterator[Scheduler]:
+def serving(
+    session: Session, *, speculate: bool = True, chunked: bool = True, recorder: Recorder | None = None
+) -> Iterator[Scheduler]:
     """A scheduler at work; the caches are empty before and behind it."""
     shown = session if speculate else _plain(session)
     pace = Pace(is_chunked=chunked)
-    scheduler = Scheduler(shown, Metrics(max(1, session.speculation.k), session.engine.n_sequences), pace, 10_000)
+    scheduler = Scheduler(shown, recorder or Recorder(session), pace, 10_000)
     scheduler.start()
     try:
         yield scheduler
