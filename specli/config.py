@@ -165,13 +165,13 @@ class ModelOptions:
         if self.n_ctx is not None:
             _require("-c/--ctx-size", self.n_ctx, 0 <= self.n_ctx < 2**31, "0 (as trained) or more tokens")
         _require("-np/--parallel", self.n_sequences, 1 <= self.n_sequences <= 256, "1 to 256 texts at a time")
-        if self.n_sequences > min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch):
-            raise ConfigError(
-                f"-np {self.n_sequences} was given, but a pass holds no more than -b, -ub and -c say "
-                f"({min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch)} tokens), and each text needs one"
-            )
         _require("-b/--batch-size", self.n_batch, 0 < self.n_batch < 2**31, "at least 1 token")
         _require("-ub/--ubatch-size", self.n_ubatch, 0 < self.n_ubatch < 2**31, "at least 1 token")
+        if self.n_sequences > (n_most := min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch)):
+            raise ConfigError(
+                f"-np got {self.n_sequences}, expected at most {n_most}: a pass holds no more tokens (-b, -ub, -c), and "
+                "each text needs one"
+            )
         for flag, threads in (("-t/--threads", self.n_threads), ("-tb/--threads-batch", self.n_threads_batch)):
             if threads is not None:
                 _require(flag, threads, -1 <= threads <= 512, "1 to 512 threads (0 or -1 = all logical cores)")

@@ -163,6 +163,14 @@ def test_every_setting_with_a_bound_has_a_case() -> None:
     assert {(kind, name) for kind, name, *_ in BOUNDS} == {(kind, name) for kind, name in settings if name not in free}
 
 
+def test_a_pass_must_hold_a_token_of_every_sequence() -> None:
+    with pytest.raises(ConfigError, match="-np got 8, expected at most 4"):
+        make(ModelOptions, n_sequences=8, n_ubatch=4)
+    with pytest.raises(ConfigError, match="-np got 8, expected at most 5"):
+        make(ModelOptions, n_sequences=8, n_ctx=5)
+    assert make(ModelOptions, n_sequences=8, n_ubatch=8).n_sequences == 8
+
+
 def test_settings_are_frozen() -> None:
     for kind in OPTIONS:
         with pytest.raises(dataclasses.FrozenInstanceError):
