@@ -169,8 +169,8 @@ class ModelOptions:
         _require("-ub/--ubatch-size", self.n_ubatch, 0 < self.n_ubatch < 2**31, "at least 1 token")
         if self.n_sequences > (n_most := min(self.n_batch, self.n_ubatch, self.n_ctx or self.n_batch)):
             raise ConfigError(
-                f"-np got {self.n_sequences}, expected at most {n_most}: a pass holds no more tokens (-b, -ub, -c), and "
-                "each text needs one"
+                f"-np got {self.n_sequences}, expected at most {n_most}: a pass holds no more tokens (-b, -ub, -c), "
+                "and each text needs one"
             )
         for flag, threads in (("-t/--threads", self.n_threads), ("-tb/--threads-batch", self.n_threads_batch)):
             if threads is not None:
