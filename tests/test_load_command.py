@@ -474,4 +474,4 @@ def test_without_httpx_one_line(specli: CommandLine, tmp_path):
         timeout=120,
     )
     assert done.returncode == 2
-    assert b"--url needs httpx, which is not installed; pip install 'specli[serve]'" in done.stderr
+    assert b"--url needs httpx, which is not installed; pip install httpx" in done.stderr

@@ -1,6 +1,6 @@
 """A bench as a picture: speedup against draft length for each workload, acceptance by position, and what passes cost.
 
-matplotlib is imported when something is drawn (``pip install specli[plot]``), and without pyplot, so that no window
+matplotlib is imported when something is drawn (the extra ``plot``), and without pyplot, so that no window
 system and no global state is touched.
 """
 
@@ -35,7 +35,7 @@ def require_plotting(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'specli[plot]'") from error
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install matplotlib") from error
 
 
 def draw(report: Report, path: Path) -> None:

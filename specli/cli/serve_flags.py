@@ -158,6 +158,7 @@ def require_packages() -> None:
     """Raise ``ConfigError`` where what a server is made of is not installed."""
     from importlib.util import find_spec
 
-    lacking = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    names = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
+    lacking = [package for name, package in names.items() if find_spec(name) is None]
     if lacking:
-        raise ConfigError(f'a server needs {", ".join(lacking)}; pip install "specli[serve]"')
+        raise ConfigError(f"a server needs what is not installed; pip install {' '.join(lacking)}")

@@ -1,6 +1,6 @@
 """Asks an OpenAI-compatible server and takes the time: one connection per request, as users have.
 
-httpx is imported when a server is asked (``pip install specli[serve]``).
+httpx is imported when a server is asked (the extra ``serve``).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Client:
         try:
             import httpx
         except ImportError as error:
-            raise ConfigError("--url needs httpx, which is not installed; pip install 'specli[serve]'") from error
+            raise ConfigError("--url needs httpx, which is not installed; pip install httpx") from error
         self._httpx, self._options = httpx, options
         self.base, user = split_url(options.url)
         headers = {"Accept-Encoding": "identity", "User-Agent": "specli"}

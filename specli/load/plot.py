@@ -1,6 +1,6 @@
 """A load test as a picture: latencies against load with their bounds, and what the server brings.
 
-matplotlib is imported when something is drawn (``pip install specli[plot]``), without pyplot, as ``bench.plot``.
+matplotlib is imported when something is drawn (the extra ``plot``), without pyplot, as ``bench.plot``.
 """
 
 from __future__ import annotations
