@@ -22,8 +22,8 @@ HOMES = {
     "click": ("cli",),
     "rich": ("cli", "render"),
     "jinja2": ("chat",),
-    "matplotlib": ("bench.plot", "load.plot"),
-    "httpx": ("load.client",),
+    "matplotlib": ("bench.plot", "loadtest.plot"),
+    "httpx": ("loadtest.client",),
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"), ("serve",)),
 }
 # What of specli each of these may import; the leaves nothing, or errors only.
@@ -66,33 +66,33 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.report": {"bench.harness", "bench.statistics", "stats"},
     "bench.advice": {"bench.harness", "bench.report", "bench.workloads", "config"},
     "bench.compare": {"bench.advice", "bench.harness", "bench.statistics", "errors"},
-    "load.lengths": {"config", "errors"},
-    "load.arrivals": set(),
-    "load.sse": set(),
-    "load.records": set(),
-    "load.window": set(),
-    "load.search": set(),
-    "load.scrape": set(),
-    "load.prompts": {"bench.workloads", "config", "load.lengths"},
-    "load.figures": {"bench.statistics", "load.records"},
-    "load.client": {"config", "errors", "load.prompts", "load.records", "load.sse"},
-    "load.run": {"config", "load.arrivals", "load.prompts", "load.records", "load.window"},
-    "load.document": {"bench.files", "errors", "load.figures", "load.search"},
-    "load.compare": {"bench.statistics", "errors", "load.figures"},
-    "load": {
+    "loadtest.lengths": {"config", "errors"},
+    "loadtest.arrivals": set(),
+    "loadtest.sse": set(),
+    "loadtest.records": set(),
+    "loadtest.window": set(),
+    "loadtest.search": set(),
+    "loadtest.scrape": set(),
+    "loadtest.prompts": {"bench.workloads", "config", "loadtest.lengths"},
+    "loadtest.figures": {"bench.statistics", "loadtest.records"},
+    "loadtest.client": {"config", "errors", "loadtest.prompts", "loadtest.records", "loadtest.sse"},
+    "loadtest.run": {"config", "loadtest.arrivals", "loadtest.prompts", "loadtest.records", "loadtest.window"},
+    "loadtest.document": {"bench.files", "errors", "loadtest.figures", "loadtest.search"},
+    "loadtest.compare": {"bench.statistics", "errors", "loadtest.figures"},
+    "loadtest": {
         *("bench.files", "bench.machine", "bench.plot", "bench.statistics", "bench.workloads", "config", "errors"),
-        "load.arrivals",
-        "load.client",
-        "load.document",
-        "load.figures",
-        "load.lengths",
-        "load.prompts",
-        "load.records",
-        "load.run",
-        "load.scrape",
-        "load.search",
-        "load.sse",
-        "load.window",
+        "loadtest.arrivals",
+        "loadtest.client",
+        "loadtest.document",
+        "loadtest.figures",
+        "loadtest.lengths",
+        "loadtest.prompts",
+        "loadtest.records",
+        "loadtest.run",
+        "loadtest.scrape",
+        "loadtest.search",
+        "loadtest.sse",
+        "loadtest.window",
     },
     "serve.pace": set(),
     "serve.protocol": {"chat", "config"},
@@ -259,7 +259,7 @@ def defined(path: Path, kind: type[ast.stmt]) -> Iterator[ast.stmt]:
 
 def test_the_two_benches_share_what_they_have_in_common() -> None:
     """Of a model and of a server: no function is written twice, but for one that only calls another."""
-    rooms = ("bench", "load", "render", "cli.bench", "cli.load", "cli.deliver")
+    rooms = ("bench", "loadtest", "render", "cli.bench", "cli.load", "cli.deliver")
     homes: dict[str, list[str]] = {}
     for path in MODULES:
         if any(is_within(name_of(path), room) for room in rooms):
@@ -274,7 +274,7 @@ def test_the_two_benches_share_what_they_have_in_common() -> None:
 def test_the_load_test_and_the_server_give_different_things_different_names() -> None:
     """Both are about requests, answers and windows of time, and whoever reads one soon reads the other."""
     classes = {name_of(path): {getattr(node, "name", "") for node in defined(path, ast.ClassDef)} for path in MODULES}
-    load = set().union(*(names for room, names in classes.items() if is_within(room, "load")))
+    load = set().union(*(names for room, names in classes.items() if is_within(room, "loadtest")))
     others = set().union(*(classes[room] for room in classes if is_within(room, "serve") or room == "events"))
     assert {"SteadyWindow", "RequestFailed"} <= load
     assert not [name for name in load & others if not name.startswith("_")]

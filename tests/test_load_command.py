@@ -23,14 +23,14 @@ from specli.bench.files import save
 from specli.bench.workloads import Prompt
 from specli.config import LengthOptions, LoadOptions
 from specli.errors import Cancelled, ConfigError, ServerError
-from specli.load.arrivals import poisson
-from specli.load.compare import compare
-from specli.load.document import load
-from specli.load.measure import measure
-from specli.load.prompts import Ask
-from specli.load.records import Burst, Record
-from specli.load.run import Step, Watch, run_step
-from specli.load.window import Extent
+from specli.loadtest.arrivals import poisson
+from specli.loadtest.compare import compare
+from specli.loadtest.document import load
+from specli.loadtest.measure import measure
+from specli.loadtest.prompts import Ask
+from specli.loadtest.records import Burst, Record
+from specli.loadtest.run import Step, Watch, run_step
+from specli.loadtest.window import Extent
 
 SHORT = LengthOptions("uniform", 10, 40)
 
@@ -193,7 +193,7 @@ def test_requests_that_wait_to_be_sent_are_unfinished_too(monkeypatch):
             await asyncio.sleep(3600)
             raise AssertionError
 
-    monkeypatch.setattr("specli.load.run.MOST_IN_FLIGHT", 2)
+    monkeypatch.setattr("specli.loadtest.run.MOST_IN_FLIGHT", 2)
     silent, looks = Silent(), itertools.count()
     watch = Watch(stopped=lambda: next(looks) >= 6)
     run = asyncio.run(run_step(silent, Step(200.0, True, Extent(), seed=1), asks(), watch))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specli.bench.statistics import percentile_interval
-from specli.load.compare import compare
+from specli.loadtest.compare import compare
 
 
 def kept(times, n_unfinished=0):

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from specli.bench.workloads import Prompt
 from specli.config import LENGTHS, LengthOptions, LoadOptions
 from specli.errors import ConfigError
-from specli.load import figures as f
-from specli.load.arrivals import poisson
-from specli.load.client import shown_url, split_url
-from specli.load.document import LoadReport
-from specli.load.lengths import INPUT, OUTPUT, draw, parse
-from specli.load.prompts import Writer, text
-from specli.load.records import Burst, Record, StepRun
-from specli.load.scrape import Counters, between, counters
-from specli.load.search import Found, probes
-from specli.load.sse import MOST_BYTES, EventParser, EventTooLong
-from specli.load.window import Extent, SteadyWindow
+from specli.loadtest import figures as f
+from specli.loadtest.arrivals import poisson
+from specli.loadtest.client import shown_url, split_url
+from specli.loadtest.document import LoadReport
+from specli.loadtest.lengths import INPUT, OUTPUT, draw, parse
+from specli.loadtest.prompts import Writer, text
+from specli.loadtest.records import Burst, Record, StepRun
+from specli.loadtest.scrape import Counters, between, counters
+from specli.loadtest.search import Found, probes
+from specli.loadtest.sse import MOST_BYTES, EventParser, EventTooLong
+from specli.loadtest.window import Extent, SteadyWindow
 
 URL = "http://127.0.0.1:1"
 

@@ -282,7 +282,7 @@ def _deliver(report: Report, what: BenchFlags) -> None:
 
 
 def _compare(old: Path, new: Path, form: str) -> None:
-    from specli.load.document import is_load_test
+    from specli.loadtest.document import is_load_test
 
     if is_load_test(old) or is_load_test(new):
         from specli.cli.load import compare_loads

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specli.cli.bench import BenchFlags
     from specli.cli.load_flags import LoadFlags
     from specli.config import BenchOptions, LoadOptions
-    from specli.load.document import LoadReport
+    from specli.loadtest.document import LoadReport
 
 
 def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, ignore_eos: bool, started_s: float) -> None:
@@ -40,7 +40,7 @@ def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, igno
     prompts = what.read_prompts() if what.prompts is not None else []
     report = _measure(wanted, prompts, started_s)
 
-    from specli.load.plot import draw
+    from specli.loadtest.plot import draw
     from specli.render.load import markdown, print_report
 
     deliver(report, what, print_report, markdown, draw)
@@ -49,8 +49,8 @@ def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, igno
 
 
 def _measure(options: LoadOptions, prompts: Sequence[Prompt], started_s: float) -> LoadReport:
-    from specli.load.measure import measure
-    from specli.load.run import Watch
+    from specli.loadtest.measure import measure
+    from specli.loadtest.run import Watch
     from specli.render.choose import choose
 
     deadline_s = None if options.time_budget_s is None else started_s + options.time_budget_s
@@ -62,8 +62,8 @@ def _measure(options: LoadOptions, prompts: Sequence[Prompt], started_s: float) 
 
 def compare_loads(old: Path, new: Path, form: str) -> None:
     """Print what changed between two kept load tests. Raises ``ConfigError``, also for one of another kind."""
-    from specli.load.compare import compare
-    from specli.load.document import is_load_test, load
+    from specli.loadtest.compare import compare
+    from specli.loadtest.document import is_load_test, load
     from specli.render.load import comparison_markdown, print_comparison
 
     comparison = compare(*(load(path) if is_load_test(path) else _other_kind(path) for path in (old, new)))

@@ -126,7 +126,7 @@ class LoadFlags:
         self, *, seed: int, temperature: float, time_budget_s: float | None, ignore_eos: bool, has_prompts: bool
     ) -> LoadOptions:
         """Checked. Raises ``ConfigError``."""
-        from specli.load.lengths import INPUT, OUTPUT, parse
+        from specli.loadtest.lengths import INPUT, OUTPUT, parse
 
         if has_prompts and (self.input_length is not None or self.shared_prefix):
             raise ConfigError("--prompts was given with --input-length or --shared-prefix; its prompts are as they are")

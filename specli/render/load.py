@@ -8,9 +8,9 @@ from typing import TextIO
 
 from rich.text import Text
 
-from specli.load.compare import Change, Comparison
-from specli.load.document import LoadReport
-from specli.load.figures import Figures, Latency, Lengths
+from specli.loadtest.compare import Change, Comparison
+from specli.loadtest.document import LoadReport
+from specli.loadtest.figures import Figures, Latency, Lengths
 from specli.render.base import one_line
 from specli.render.tables import NA, markdown_row, new_table, open_console, percent, ratio
 

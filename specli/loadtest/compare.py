@@ -10,7 +10,7 @@ import numpy as np
 
 from specli.bench.statistics import N_RESAMPLES, Array, Estimate, percentile_interval
 from specli.errors import ConfigError
-from specli.load.figures import ROW, quantile_interval
+from specli.loadtest.figures import ROW, quantile_interval
 
 # What is compared: name, column of a request (None: a figure of the step), quantile.
 _LATENCIES = (("ttft_p95", "ttft_ms", 0.95), ("tpot_p50", "tpot_ms", 0.50), ("e2e_p95", "e2e_ms", 0.95))

@@ -16,14 +16,14 @@ from specli.bench import machine
 from specli.bench.workloads import Prompt
 from specli.config import OPEN_WARMUP_S, LoadOptions
 from specli.errors import Cancelled, ConfigError, ServerError
-from specli.load.client import Client, Facts, shown_url
-from specli.load.document import LoadReport, load_words
-from specli.load.figures import Bounds, Figures, figures
-from specli.load.prompts import CHARS_PER_TOKEN, Writer, text
-from specli.load.run import TICK_S, Step, Watch, run_step
-from specli.load.scrape import between, counters
-from specli.load.search import Found, probes
-from specli.load.window import Extent
+from specli.loadtest.client import Client, Facts, shown_url
+from specli.loadtest.document import LoadReport, load_words
+from specli.loadtest.figures import Bounds, Figures, figures
+from specli.loadtest.prompts import CHARS_PER_TOKEN, Writer, text
+from specli.loadtest.run import TICK_S, Step, Watch, run_step
+from specli.loadtest.scrape import between, counters
+from specli.loadtest.search import Found, probes
+from specli.loadtest.window import Extent
 
 SAMPLE_CHARS = 4000  # of text, whose tokens are counted once
 LATE_MS = 20.0  # of this machine, from where on it measures itself

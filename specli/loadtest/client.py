@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from specli.config import LoadOptions
 from specli.errors import ConfigError, ServerError
-from specli.load.prompts import Ask
-from specli.load.records import Burst, Record
-from specli.load.sse import EventParser, EventTooLong
+from specli.loadtest.prompts import Ask
+from specli.loadtest.records import Burst, Record
+from specli.loadtest.sse import EventParser, EventTooLong
 
 if TYPE_CHECKING:
     import httpx

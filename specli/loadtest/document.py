@@ -8,8 +8,8 @@ from pathlib import Path
 
 from specli.bench import files
 from specli.errors import ConfigError
-from specli.load.figures import ROW, Figures, Latency, few
-from specli.load.search import Found
+from specli.loadtest.figures import ROW, Figures, Latency, few
+from specli.loadtest.search import Found
 
 FORMAT = 1
 KIND = "load test"

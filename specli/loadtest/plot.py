@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specli.bench.plot import write_picture
-from specli.load.document import LoadReport
-from specli.load.figures import INSIDE, Figures, Latency
+from specli.loadtest.document import LoadReport
+from specli.loadtest.figures import INSIDE, Figures, Latency
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from specli.bench.statistics import CONFIDENCE, quantiles
-from specli.load.records import Record, StepRun
+from specli.loadtest.records import Record, StepRun
 
 LEVELS = (0.50, 0.95, 0.99)
 ENOUGH = 100  # values, below which a 99th percentile is the slowest few

@@ -17,7 +17,7 @@ import numpy as np
 
 from specli.bench.workloads import Prompt
 from specli.config import LoadOptions
-from specli.load.lengths import draw
+from specli.loadtest.lengths import draw
 
 CHARS_PER_TOKEN = 5.0  # where the server does not tokenize for us; 5.2 by a vocabulary of 49,152 tokens
 _COMMON = """

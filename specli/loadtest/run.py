@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from specli.config import MOST_IN_FLIGHT
-from specli.load.arrivals import poisson
-from specli.load.prompts import Ask
-from specli.load.records import Record, StepRun
-from specli.load.window import Extent, SteadyWindow
+from specli.loadtest.arrivals import poisson
+from specli.loadtest.prompts import Ask
+from specli.loadtest.records import Record, StepRun
+from specli.loadtest.window import Extent, SteadyWindow
 
 TICK_S = 0.05
 _TICKS_SHOWN = 5  # from one showing of the progress to the next, which costs time that is being measured
