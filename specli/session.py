@@ -309,8 +309,7 @@ class Session:
         self._end_generation()
         accepted_at_s = time.perf_counter() if accepted_at_s is None else accepted_at_s
         seed = self.seed_of(attempt)
-        coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
-        state = SequenceState(0, list(prompt), _any_seed() if seed is None else seed, np.random.default_rng(coins))
+        state = new_sequence(0, prompt, seed)
         if speculate and self.controller is not None:
             self.controller.begin_answer()
         limit = None if options.n_predict < 0 else options.n_predict
@@ -362,6 +361,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def new_sequence(id: int, prompt: Sequence[int], seed: int | None, verifier: Verifier | None = None) -> SequenceState:
+    """Sequence ``id`` at its ``prompt``, with the coins that ``seed`` gives it; None: with any."""
+    coins = None if seed is None else [seed, len(prompt)]  # no two turns of a conversation toss the same ones
+    rng = np.random.default_rng(coins)
+    return SequenceState(id, list(prompt), _any_seed() if seed is None else seed, rng, verifier=verifier)
 
 
 def seed_of(seed: int | None, attempt: int) -> int | None:

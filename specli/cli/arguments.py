@@ -167,3 +167,10 @@ def _require_text(argument: str) -> None:
     except UnicodeEncodeError as error:
         readable = argument.encode("utf-8", "backslashreplace").decode()
         raise ConfigError(f"an argument is not UTF-8: {readable!r}, at character {error.start}") from error
+
+
+def show_log() -> None:
+    """``--verbose``: llama.cpp's log on stderr."""
+    from specli.engine.log import LOG
+
+    LOG.verbose = True

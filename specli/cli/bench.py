@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specli.cli import options as o
-from specli.cli.arguments import draft_length, map_spec_type
+from specli.cli.arguments import draft_length, map_spec_type, show_log
 from specli.cli.deliver import FORMATS, deliver, deliver_comparison
 from specli.cli.interrupt import Interrupt
 from specli.cli.load_flags import LoadFlags, given_options
@@ -215,7 +215,7 @@ def bench(
         target, draft, sampling, speculation, models.fit, choice.flags(), process=process.options(), exact=exact
     )
     if verbose:
-        _show_log()
+        show_log()
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         from specli.render.choose import choose
@@ -329,9 +329,3 @@ def _number(text: str) -> float:
 def _minutes(left_s: float) -> str:
     minutes, rest = divmod(round(left_s), 60)
     return f"{minutes}:{rest:02d}"
-
-
-def _show_log() -> None:
-    from specli.engine.log import LOG
-
-    LOG.verbose = True

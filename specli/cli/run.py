@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specli.cli import options as o
-from specli.cli.arguments import draft_length, map_spec_type
+from specli.cli.arguments import draft_length, map_spec_type, show_log
 from specli.cli.chat import ChatRequest, chat, wants_chat
 from specli.cli.interrupt import Interrupt
 from specli.cli.models import ModelChoice, resolve_models
@@ -157,7 +157,7 @@ def run(
             renderer.notice(note)
         settings = resolve_models(settings, choice, renderer, interrupt)
         if verbose:
-            _show_log()
+            show_log()
         reason = _generate(settings, answer, renderer, interrupt)
     if reason == "cancelled":
         raise typer.Exit(Cancelled.exit_code)
@@ -209,12 +209,6 @@ def _generate(
                 text.append(event.text)
         answer.json.write(session, stats, "".join(text))
     return stats.finish_reason
-
-
-def _show_log() -> None:
-    from specli.engine.log import LOG
-
-    LOG.verbose = True
 
 
 def _renderer(json_on_stdout: bool, show_stats: bool, is_chat: bool, color: ColorMode) -> Renderer:

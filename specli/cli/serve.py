@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from specli.cli import options as o
-from specli.cli.arguments import draft_length, map_spec_type
+from specli.cli.arguments import draft_length, map_spec_type, show_log
 from specli.cli.interrupt import Interrupt
 from specli.cli.model_group import ModelFlags
 from specli.cli.models import ModelChoice, resolve_models
@@ -87,7 +87,7 @@ def serve(
         exact,
     )
     if verbose:
-        _show_log()
+        show_log()
     if not _serve(settings, choice, options, note):
         raise typer.Exit(Cancelled.exit_code)
 
@@ -146,9 +146,3 @@ def _own_stderr() -> TextIO:
         return os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError:  # there is none
         return sys.stderr
-
-
-def _show_log() -> None:
-    from specli.engine.log import LOG
-
-    LOG.verbose = True

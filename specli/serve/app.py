@@ -119,7 +119,7 @@ class Service:
 
     def _job(
         self,
-        asked: Sampling,
+        asked: ChatRequest | CompletionRequest,
         sampling: SamplingOptions,
         verifier: Verifier,
         prompt: Sequence[int],

@@ -281,11 +281,6 @@ class Sampling(_Model):
         """What the client says of it."""
         return self.max_tokens
 
-    @property
-    def n_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None: report nothing."""
-        raise NotImplementedError
-
 
 class ChatRequest(Sampling):
     """``/v1/chat/completions``."""
@@ -310,7 +305,7 @@ class ChatRequest(Sampling):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See ``Sampling``."""
+        """Alternatives to report for each token; None: report nothing."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check_limits(self, options: ServeOptions) -> None:
@@ -344,7 +339,7 @@ class CompletionRequest(Sampling):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See ``Sampling``."""
+        """Alternatives to report for each token; None: report nothing."""
         return self.logprobs
 
     def check_limits(self, options: ServeOptions) -> None:

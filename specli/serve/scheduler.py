@@ -16,10 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from specli.decode import Decoder
-from specli.drafters.base import SequenceState
 from specli.errors import EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, FinishReason, RoundDone
 from specli.prefix import KeptPrefix
@@ -27,7 +24,7 @@ from specli.request import Request, Running
 from specli.serve.job import Job
 from specli.serve.metrics import Metrics
 from specli.serve.pace import Pace, Window
-from specli.session import Session
+from specli.session import Session, new_sequence
 from specli.stats import Stats
 from specli.text import TextStream
 
@@ -246,10 +243,7 @@ class Scheduler:
         slot.job, slot.used, slot.stats = job, self._turn, Stats(slot.index)
         job.slot, job.started_s = slot.index, self._clock()
         self._metrics.observe_start(job.started_s - job.arrived_s)
-        coins = None if job.seed is None else [job.seed, len(job.prompt)]
-        rng = np.random.default_rng(coins)
-        seed = int(rng.integers(2**32)) if job.seed is None else job.seed
-        state = SequenceState(slot.index, list(job.prompt), seed, rng, verifier=job.verifier)
+        state = new_sequence(slot.index, job.prompt, job.seed, job.verifier)
         try:
             if not job.reuse:
                 slot.kept.drop()
