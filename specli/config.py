@@ -654,7 +654,9 @@ def _require_lengths(flag: str, lengths: LengthOptions) -> None:
     if lengths.kind == "lognormal":
         is_finite = is_finite and second <= 3
     _require(flag, lengths.words, is_finite, "at least 1 token (lognormal: a spread of at most 3)")
-    if lengths.low >= lengths.high:
+    if lengths.low > lengths.high:
+        raise ConfigError(f"{flag} got {lengths.words}, expected the shorter length first")
+    if lengths.low == lengths.high:
         raise ConfigError(
             f"{flag} got {lengths.words}, under which all lengths are equal, as no traffic's are; expected a spread, "
             "as in uniform:64,256"

@@ -32,6 +32,7 @@ ALLOWANCE = 0.01  # of the time may be lost
 CREDIT = 2.0  # units that a cold start may lose
 WARM_CREDIT, N_SURE = 0.5, 8  # the same for a warm one that knows, from so many drafts, that they do not pay
 COPY_CREDIT, COPY_MEMORY = 4.0, 0.6  # units that a copy may cost while nothing is known; per copy that was judged
+COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among those that are picked for being high
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
@@ -93,7 +94,7 @@ class Controller:
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
         catch_up = 0.0  # units
         if ngram and budget > 0:
-            values["ngram"] = self._best(ngram[:budget], 0.0, self._width + self._next, COPY_CREDIT + self._copied)
+            values["ngram"] = self._best_copy(ngram[:budget], self._width + self._next, COPY_CREDIT + self._copied)
         if n_lacking is not None and budget > 0:
             catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
             self._catch_up += catch_up
@@ -123,6 +124,10 @@ class Controller:
         width, step, mean = self._n_active, self.costs.c / self._n_active, self.acceptance.mean
         _value, k = self._best([mean] * self.k_max, step, width)
         return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
+
+    def _best_copy(self, chances: Sequence[float], width: int, funds: float = math.inf) -> tuple[float, int]:
+        """The best of an n-gram draft: its chances as they come out where the best-looking length is the one taken."""
+        return self._best([COPY_TRUST * chance for chance in chances], 0.0, width, funds)
 
     def _best(self, chances: Sequence[float], step: float, width: int, funds: float = math.inf) -> tuple[float, int]:
         """The best value over all lengths, relative to proposing nothing, and its length (>= 1).
@@ -163,7 +168,7 @@ class Controller:
     def foretold(self, said: Sequence[float], n_right: int) -> None:
         """An n-gram draft of ``said`` chances, proposed or not, was right in its first ``n_right`` tokens."""
         width = self._n_active
-        value, k = self._best(said[: self.k_max], 0.0, width)
+        value, k = self._best_copy(said[: self.k_max], width)
         if value > 0:
             saved = min(k, n_right) / self._plain_rate - (self.costs.v(width + k) - self.costs.v(width))
             self._copied = max(-COPY_CREDIT, min(COPY_CREDIT, COPY_MEMORY * self._copied + saved))

@@ -47,12 +47,13 @@ from specli.sampling import Sampler
 from specli.session import Session
 from specli.stats import Stats
 from specli.verify import make_verifier
-from tests import bench_serve
+from tests import bench_hindsight, bench_serve
 from tests.inflate import inflate
 from tests.memory_sizes import allocated, planned
 
 LARGE_VOCABULARY = 151_936
 README = Path(__file__).parent.parent / "README.md"
+PARTS = ("memory", "ratios", "speed", "hindsight", "regimes", "serve")
 K = 3  # of the ratios, and of drafts of a fixed length
 WORKLOADS = ("chat", "rewrite", "extract", "story")
 TEMPERATURES = (0.0, 0.8)
@@ -230,9 +231,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs against llama.cpp")
     parser.add_argument("-n", type=int, default=96, help="tokens per run")
     parser.add_argument("--turns", type=int, default=5, help="turns for the table of answers at a time")
-    parser.add_argument("--budget", type=float, default=1500.0, help="seconds for the tables of speed")
+    parser.add_argument("--budget", type=float, default=1500.0, help="seconds for each table of speed")
     parser.add_argument("--speculative-simple", type=Path, help="llama.cpp's example program, to compare with")
-    parser.add_argument("--only", choices=("memory", "ratios", "speed", "serve", "regimes"), help="one part of it")
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
     options = parser.parse_args()
     pair = registry.load_pairs()[registry.DEFAULT_PAIR]
     target = prepare_source(pair.target, print, lambda: False)[0]
@@ -251,6 +252,9 @@ def main() -> None:
         if options.only in (None, "speed"):
             rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
             parts["speed"] = f"`make bench`, {options.n} tokens a run, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
+        if options.only in (None, "hindsight"):
+            rows = "\n".join(hindsight(options, target, large, draft))
+            parts["hindsight"] = f"`make bench` on {where}\n\n{bench_hindsight.HEAD}\n{rows}\n"
         if options.only in (None, "regimes"):
             rows = "\n".join(regimes(large, draft, 120))
             parts["regimes"] = f"`make bench` on {where}\n\n{_REGIMES_HEAD}\n{rows}\n"
@@ -348,6 +352,15 @@ def speed(options: argparse.Namespace, target: Path, large: Path, draft: Path, h
                 for note, cell in cells:
                     if (cell.workload, cell.setting.temperature) == (workload, temperature):
                         yield _row(title, note, cell)
+
+
+def hindsight(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
+    """The rows of the README's table of the controller beside all fixed lengths; shorter texts of the large target."""
+    for title, path, share, n_predict in (
+        ("default", target, 1 - LARGE_SHARE, options.n),
+        ("1.5B-class", large, LARGE_SHARE, options.n // 2),
+    ):
+        yield from bench_hindsight.hindsight(title, path, draft, WORKLOADS, n_predict, options.budget * share)
 
 
 def _row(target: str, note: str, cell: Cell) -> str:

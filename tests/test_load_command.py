@@ -245,12 +245,21 @@ def test_when_even_one_is_too_many():
 KINDS = {
     "http 429": Script(status=429, said='{"error": {"message": "slow down"}}'),
     "http 500": Script(status=500, said="oh"),
+    "http 502": Script(status=502, said="<!DOCTYPE html>\n<html><head><title>\n502 Bad Gateway</title>" + "x" * 3000),
     "http 307": Script(status=307),
     "cut": Script(cut_after=2),
     "error event": Script(event='{"error": {"message": "out of memory"}}'),
     "bad json": Script(event='{"choices": ['),
     "not streamed": Script(content_type="application/json"),
     "empty": Script(pieces=()),
+}
+
+
+SAID = {
+    "http 429": "slow down",
+    "error event": "out of memory",
+    "http 500": "oh",
+    "http 502": "a page of HTML, 502 Bad Gateway",
 }
 
 
@@ -261,7 +270,7 @@ def test_errors_are_counted_by_kind(kind):
     (step,) = report.steps
     assert step.errors == {kind: 2}
     assert (step.n_measured, step.n_ok, step.ttft_ms.n) == (6, 4, 4)
-    said = {"http 429": "slow down", "error event": "out of memory", "http 500": "oh"}.get(kind)
+    said = SAID.get(kind)
     assert report.remarks[0].startswith(f"concurrency 1: 2 failed: {kind} (2)")
     assert said is None or said in report.remarks[0]
 
@@ -346,7 +355,7 @@ def test_kept_load_tests_compare(kept):
     assert middle.low <= middle.value <= middle.high
     tokens = [document["steps"][0]["output_tok_s"] for document in (old, new)]
     assert change.ratios["output_tok_s"].value == pytest.approx(tokens[1] / tokens[0])
-    assert comparison.notes == ("temperature was 0.0 and is 0.5",)
+    assert comparison.notes == ("temperature was 0.0 and is 0.5", "concurrency 4 is only in the new one")
     with pytest.raises(ConfigError, match="without a common load"):
         compare(old, load(kept / "c.json"))
     damaged = {**new, "steps": [{"concurrency": 2, "rate": None}]}
@@ -358,8 +367,8 @@ def test_kept_load_tests_compare(kept):
 
 BAD = {
     ("--url", "localhost"): "--url got 'localhost', expected http://HOST:PORT",
-    ("--url", "http://a", "-m", "x.gguf", "--verify", "block"): "--verify, -m were given with --url",
-    ("--url", "http://a", "-w", "chat"): "-w was given with --url",
+    ("--url", "http://a", "-m", "x.gguf", "--verify", "block"): "--verify, -m were given with --url, where",
+    ("--url", "http://a", "-w", "chat"): "-w was given with --url, where the server decides; leave it out",
     ("--url", "http://a", "--share-drafts"): "--share-drafts was given with --url",
     ("--concurrency", "1", "--sla-ttft", "5"): "--concurrency, --sla-ttft were given without --url URL",
     ("--find-sla",): "--find-sla was given without --url URL",

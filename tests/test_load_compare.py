@@ -9,9 +9,9 @@ from specli.bench.statistics import percentile_interval
 from specli.loadtest.compare import compare
 
 
-def kept(times, n_unfinished=0):
+def kept(times, n_unfinished=0, concurrency=2):
     """A file with one load, whose requests took ``times``: TTFT, TPOT and E2E alike, ms."""
-    step = {"concurrency": 2, "rate": None, "requests": [[0.0, ms, ms, ms, 10, 5, None] for ms in times]}
+    step = {"concurrency": concurrency, "rate": None, "requests": [[0.0, ms, ms, ms, 10, 5, None] for ms in times]}
     figures = {"output_tok_s": None, "requests_s": None, "goodput": None, "unfinished_requests": n_unfinished}
     return {"settings": {}, "steps": [{**step, **figures}]}
 
@@ -59,3 +59,10 @@ def test_a_load_that_was_cut_short_is_noted():
     assert compare(kept(times), kept(times, n_unfinished=3)).notes == (
         "concurrency 2: the new one left 3 requests unfinished; its latencies are of the faster ones",
     )
+
+
+def test_loads_that_only_one_file_has_are_noted():
+    old, new = kept([5.0]), kept([4.0])
+    old["steps"] += kept([5.0], concurrency=4)["steps"]
+    new["steps"] += kept([5.0], concurrency=8)["steps"]
+    assert compare(old, new).notes == ("concurrency 4 is only in the old one", "concurrency 8 is only in the new one")

@@ -157,7 +157,21 @@ def test_edits_teach_that_copies_go_on() -> None:
     for start in range(100, 190, 10):
         text.say(*range(start, start + 9), 1000 + start)  # each tenth token is edited, always to something new
         resumed.append(text.next(2) == [start + 10, start + 11])
-    assert resumed == [False] + [True] * 8  # one resumed copy beats the prior
+    assert resumed == [False] * 2 + [True] * 7  # two resumed copies beat the prior
+
+
+def test_a_copy_under_way_keeps_its_place_where_rows_end_alike() -> None:
+    """Rows that begin differently and end alike: four tokens do not tell which row comes next, the copy does."""
+    ending = [1, 2, 3, 4, 5]
+    text = Text([token for i in range(6) for token in (100 + i, 200 + i, 300 + i, *ending)])
+    text.say(900, 101, 201, 301, *ending[:4])
+    assert text.next(1) == [5]
+    text.say(5)
+    assert text.next(9) == [102, 202, 302, *ending, 103]
+    text.say(777, 2, 3)  # left its rows for one that nobody has seen
+    assert text.next(2) == [4, 5]
+    text.say(4, 5)
+    assert text.draft() is EMPTY  # five rows end like that, and nothing is being copied
 
 
 def test_a_counted_list_is_left_alone() -> None:

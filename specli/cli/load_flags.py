@@ -116,7 +116,8 @@ class LoadFlags:
         if self.is_asked:
             odd = [flag for name, flag in given if name not in own | _SHARED]
             if odd:
-                raise ConfigError(f"{_listed(odd)} given with --url, where the server decides; leave out")
+                them = "it" if len(odd) == 1 else "them"
+                raise ConfigError(f"{_listed(odd)} given with --url, where the server decides; leave {them} out")
         else:
             odd = [flag for name, flag in given if name in own]
             if odd:

@@ -6,6 +6,7 @@ httpx is imported when a server is asked (the extra ``serve``).
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 FACTS_S = 30.0  # for an answer that needs no model
 _MESSAGE = 200  # characters of what a server said
+_PAGE = re.compile(r"(?is)\s*<(?:!doctype html|html|head|body)\b(?:.*?<title[^>]*>(.*?)</title>)?")
 
 
 class RequestFailed(Exception):
@@ -344,7 +346,8 @@ def _told(said: str) -> str:
     try:
         found = json.loads(said)
     except ValueError:
-        return said
+        page = _PAGE.match(said)
+        return said if page is None else f"a page of HTML, {(page[1] or 'without a title').strip()}"
     return _said(found) or said
 
 

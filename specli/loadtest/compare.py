@@ -59,7 +59,8 @@ def compare(old: Mapping[str, object], new: Mapping[str, object]) -> Comparison:
         raise ConfigError(f"--compare got a file that is damaged ({error!r}); measure again") from error
     if not changes:
         raise ConfigError("--compare got load tests without a common load (concurrency, rate); nothing to compare")
-    return Comparison(changes, (*_notes(old, new), *(note for steps in both for note in _unfinished(*steps))))
+    notes = (*_notes(old, new), *_lonely(old, new), *(note for steps in both for note in _unfinished(*steps)))
+    return Comparison(changes, notes)
 
 
 def _change(old: Mapping[str, object], new: Mapping[str, object]) -> Change:
@@ -138,13 +139,25 @@ def _notes(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str
             yield f"{name} was {_plain(before.get(name))} and is {_plain(after.get(name))}"
 
 
+def _lonely(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
+    """Loads that only one file measured."""
+    before, after = ([_load(step) for step in _steps(document)] for document in (old, new))
+    for name, own, other in (("old", before, after), ("new", after, before)):
+        for load in own:
+            if load not in other:
+                yield f"{_load_words(*load)} is only in the {name} one"
+
+
+def _load_words(is_open: bool, load: float) -> str:
+    return f"{load:g} requests/s" if is_open else f"concurrency {load:g}"
+
+
 def _unfinished(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
-    is_open, load = _load(new)
     for name, step in (("old", old), ("new", new)):
         n = step.get("unfinished_requests")
         if n:
-            load_words = f"{load:g} requests/s" if is_open else f"concurrency {load:g}"
-            yield f"{load_words}: the {name} one left {n} requests unfinished; its latencies are of the faster ones"
+            words = _load_words(*_load(new))
+            yield f"{words}: the {name} one left {n} requests unfinished; its latencies are of the faster ones"
 
 
 def _plain(value: object) -> object:

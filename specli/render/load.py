@@ -165,4 +165,4 @@ def _load(change: Change) -> str:
 
 def _shares(change: Change) -> str:
     old, new = change.goodput
-    return NA if old is None and new is None else f"{percent(old)} > {percent(new)}"
+    return NA if old is None and new is None else f"{percent(old)} to {percent(new)}"

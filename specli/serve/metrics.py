@@ -76,7 +76,9 @@ class Metrics:
         finished = counter("requests_finished", "Answers that ended, by reason.", ["reason"])
         self._finished = {reason: finished.labels(reason) for reason in FINISHES}
         self._aborted = counter("requests_aborted", "Answers whose client went away.")
-        refused = counter("requests_refused", "Requests that got an error, by kind.", ["kind"])
+        refused = counter(
+            "requests_refused", "Requests, or answers begun for one, that got an error, by kind.", ["kind"]
+        )
         self._refused = {kind: refused.labels(kind) for kind in REFUSALS}
         self._failed = gauge("engine_failed", "1 once the engine has failed for good: restart the server.")
         self._slots = gauge("slots", "Answers that can be made at a time.")

@@ -66,6 +66,11 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
 
+def _is_news(entry: logging.LogRecord) -> bool:
+    """All but a request that was cancelled because the server was told to stop at once."""
+    return not (entry.exc_info and isinstance(entry.exc_info[1], asyncio.CancelledError))
+
+
 class Server(uvicorn.Server):
     """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
 
@@ -87,6 +92,7 @@ class Server(uvicorn.Server):
         """See uvicorn."""
         if self.should_exit:
             self.force_exit = self.was_forced = True
+            logging.getLogger("uvicorn.error").addFilter(_is_news)
             for connection in list(self.server_state.connections):  # or their answers would be waited for
                 connection.loop.call_soon_threadsafe(connection.transport.abort)
         else:
