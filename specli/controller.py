@@ -12,7 +12,8 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
                  how far it grows, its own confidence decides on the way: on while some longer draft, not just the
                  next token, has more expected extra tokens than R * extra units
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
-                 cap: on an empty account it does not draft, so whatever the estimates say, no more than that is lost.
+                 cap: on an empty account it does not draft, and no draft may cost much more than there is, so
+                 whatever the estimates say, no more than that is lost.
                  A copy may cost what recent copies would have saved, and a credit: losing ones stop each other
     probe        what is not in use is tried again, the sooner the less it may lose
 
@@ -36,7 +37,7 @@ COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among tho
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
-HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve
+HORIZON, AS_LONG = 24, 0.5  # rounds that one catch-up of the draft's cache should serve; per token that came so far
 N_PLAIN = 64  # rounds between two looks at the one-token pass while speculation pays
 RATE_MEMORY = 0.8  # per round: about the last five count
 PROFIT_MEMORY = 0.9  # per round with a model draft, once there were some
@@ -81,12 +82,12 @@ class Controller:
         self._plain_rate = n_active / self.costs.v(n_active)
         self.rate = max(self._plain_rate, self._brought / self._spent if self._spent > 0 else 0.0)
 
-    def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int) -> Plan:
+    def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int, n_emitted: int = 0) -> Plan:
         """Choose for one sequence before anything is drawn.
 
         ``n_lacking``: tokens that the draft's cache lacks, None without a draft model. ``ngram``: chances of the
         n-gram draft's tokens, each given the ones before, None without an n-gram drafter. ``budget``: the longest
-        draft that fits.
+        draft that fits. ``n_emitted``: tokens of this answer so far, since who has said much has more to say.
         """
         self.record.has_model |= n_lacking is not None
         self.record.has_ngram |= ngram is not None
@@ -100,7 +101,7 @@ class Controller:
             self._catch_up += catch_up
             if self._may_spend():
                 worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
-                values["draft"] = worth - self.rate * catch_up / HORIZON, budget
+                values["draft"] = worth - self.rate * catch_up / max(HORIZON, AS_LONG * n_emitted), budget
         kind = max(values, key=lambda kind: values[kind][0])
         kind = self._probe(values, kind, catch_up) or kind
         if kind == "draft":
@@ -200,15 +201,19 @@ class Controller:
         return goes_on
 
     def _goes_on(self, confidences: Sequence[float], chance: float, is_paid: bool) -> bool:
-        """Some longer draft has more expected extra tokens than R times its extra units."""
+        """Some longer draft has more expected extra tokens than R times its extra units, and the funds for it."""
         survival = math.prod(map(self.acceptance.at, confidences))
         tokens, ahead = 0.0, 0.5 * (self.acceptance.mean + chance)
         width, step = self._width + self._undrawn + self._next, self.costs.c / self._growing
         base = self.costs.v(width)
+        spent = len(confidences) * step + base - self.costs.v(self._n_active)
         for extra in range(1, self.k_max - len(confidences) + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
-            if tokens > self.rate * ((extra - is_paid) * step + self.costs.v(width + extra) - base):
+            units = (extra - is_paid) * step + self.costs.v(width + extra) - base
+            if spent + units > max(CREDIT, self._account):
+                return False
+            if tokens > self.rate * units:
                 return True
         return False
 

@@ -334,18 +334,17 @@ _SPEED_HEAD = (
 
 
 def speed(options: argparse.Namespace, target: Path, large: Path, draft: Path, heavy: Path) -> Iterator[str]:
-    """The rows of the README's table of speed. ``heavy``: a draft as dear as its target, which nobody should use."""
+    """The rows of the README's table of the controller beside plain decoding; shorter texts of the large target.
+
+    ``heavy``: a draft as dear as the default target, which nobody should use.
+    """
     for title, path, share in (("default", target, 1 - LARGE_SHARE), ("1.5B-class", large, LARGE_SHARE)):
-        asked = BenchOptions(temperatures=TEMPERATURES, n_predict=options.n, repetitions=1)
+        n_predict = options.n if path == target else options.n // 2
+        asked = BenchOptions(temperatures=TEMPERATURES, lengths=(None,), n_predict=n_predict, repetitions=1)
         cells: list[tuple[str, Cell]] = []
-        for drafter, lengths, kinds, part in (
-            (draft, (K,), ("ngram", "draft"), 0.4),
-            (draft, (None,), ("ngram", "auto"), 0.4),
-            (heavy, (None,), ("auto",), 0.2),
-        ):
-            bench = replace(asked, lengths=lengths, spec_types=kinds)
+        for drafter, kinds, part in ((draft, ("ngram", "auto"), 0.6), (heavy, ("auto",), 0.4)):
             budget_s = options.budget * share * part
-            report = workload_report(path, drafter, WORKLOADS, bench, budget_s)
+            report = workload_report(path, drafter, WORKLOADS, replace(asked, spec_types=kinds), budget_s)
             cells += ((" (hopeless draft)" if drafter == heavy else "", cell) for cell in report.cells)
         for workload in WORKLOADS:
             for temperature in TEMPERATURES:
@@ -360,7 +359,9 @@ def hindsight(options: argparse.Namespace, target: Path, large: Path, draft: Pat
         ("default", target, 1 - LARGE_SHARE, options.n),
         ("1.5B-class", large, LARGE_SHARE, options.n // 2),
     ):
-        yield from bench_hindsight.hindsight(title, path, draft, WORKLOADS, n_predict, options.budget * share)
+        lengths = bench_hindsight.LENGTHS if path == target else bench_hindsight.FEW_LENGTHS
+        budget_s = options.budget * share
+        yield from bench_hindsight.hindsight(title, path, draft, lengths, n_predict, budget_s)
 
 
 def _row(target: str, note: str, cell: Cell) -> str:

@@ -21,18 +21,20 @@ from specli.render.bench import TITLES, label
 from specli.session import Session
 
 HEAD = (
-    "| target | workload | temp | n | auto ÷ plain | best fixed | it ÷ plain | auto ÷ best fixed |\n"
+    "| target | workload | temp | prompts | auto ÷ plain | best fixed | it ÷ plain | auto ÷ best fixed |\n"
     "|---|---|---|---|---|---|---|---|"
 )
-DRAFT_LENGTHS, NGRAM_LENGTHS = (1, 2, 3, 5), (1, 2, 3, 5, 8)
+Lengths = Sequence[tuple[str, int]]
+LENGTHS: Lengths = [*(("draft", k) for k in (1, 2, 3, 5)), *(("ngram", k) for k in (1, 2, 3, 5, 8))]
+FEW_LENGTHS: Lengths = [("draft", 3), ("draft", 5), ("ngram", 3), ("ngram", 8)]  # where a token takes long
+WORKLOADS = ("chat", "rewrite", "story")
 TEMPERATURES = (0.0, 0.8)
 
 
-def settings(temperature: float) -> list[Setting]:
-    """Plain, every fixed length of both drafters, and the controller."""
+def settings(temperature: float, lengths: Lengths) -> list[Setting]:
+    """Plain, every fixed length, and the controller."""
     verify = "block" if temperature else "greedy"
-    fixed = [("draft", k) for k in DRAFT_LENGTHS] + [("ngram", k) for k in NGRAM_LENGTHS]
-    return [Setting(drafter, k, temperature, verify) for drafter, k in (("none", 0), *fixed, ("auto", None))]
+    return [Setting(drafter, k, temperature, verify) for drafter, k in (("none", 0), *lengths, ("auto", None))]
 
 
 def breadth_first(workloads: Sequence[str]) -> list[Prompt]:
@@ -42,7 +44,7 @@ def breadth_first(workloads: Sequence[str]) -> list[Prompt]:
 
 
 def hindsight(
-    title: str, target: Path, draft: Path, workloads: Sequence[str], n_predict: int, budget_s: float
+    title: str, target: Path, draft: Path, lengths: Lengths, n_predict: int, budget_s: float
 ) -> Iterator[str]:
     """The rows of one target, as many prompts of each workload as ``budget_s`` allows."""
     ends_s, rng = time.monotonic() + budget_s, random.Random(0)
@@ -51,25 +53,25 @@ def hindsight(
     )
     runs: dict[tuple[str, float, Setting], list[tuple[Prompt, Run]]] = {}
     with Session(options) as session, Runner(session, n_predict) as runner:
-        prompts, longest_s = breadth_first(workloads), 0.0
+        prompts, longest_s = breadth_first(WORKLOADS), 0.0
         for temperature in TEMPERATURES:
-            for prompt in prompts[: len(workloads)]:
-                runner.warm_up(prompt, [one for one in settings(temperature) if one.k is None])
+            for prompt in prompts[: len(WORKLOADS)]:
+                runner.warm_up(prompt, [one for one in settings(temperature, lengths) if one.k is None])
         for i, prompt in enumerate(prompts):
             started_s = time.monotonic()
             if started_s + longest_s > ends_s:
                 break
             for temperature in TEMPERATURES:
-                order = settings(temperature)
+                order = settings(temperature, lengths)
                 rng.shuffle(order)
                 for setting in order:
                     run = runner.decode(prompt, setting, i)
                     if run.stats.tpot_ms is not None:
                         runs.setdefault((prompt.workload, temperature, setting), []).append((prompt, run))
             longest_s = max(longest_s, time.monotonic() - started_s)
-    for workload in workloads:
+    for workload in WORKLOADS:
         for temperature in TEMPERATURES:
-            found = {one: runs.get((workload, temperature, one), []) for one in settings(temperature)}
+            found = {one: runs.get((workload, temperature, one), []) for one in settings(temperature, lengths)}
             if all(found.values()):
                 yield _row(title, workload, temperature, found)
 

@@ -249,11 +249,31 @@ def test_the_better_drafter_is_chosen() -> None:
 
 def test_what_the_draft_lacks_is_part_of_its_cost() -> None:
     costs = costs_of(flat(0.1), c=0.2, feed=0.03)
-    for n_lacking, kind in ((1, "draft"), (40, "draft"), (10_000, "none")):
+    for n_lacking, n_emitted, kind in ((1, 0, "draft"), (40, 0, "draft"), (1000, 0, "none"), (1000, 500, "draft")):
         controller = Controller(8, costs)
         controller._account, controller._n_drafts = 8.0, 10
         controller.begin(1)
-        assert controller.plan(n_lacking, None, 8).kind == kind
+        assert controller.plan(n_lacking, None, 8, n_emitted).kind == kind  # an answer that goes on repays it
+
+
+def test_no_draft_costs_more_than_the_account_can_bear() -> None:
+    """A draft that is sure of itself: on a low account it is shorter, so that one mistake does not end drafting."""
+    lengths = []
+    for account in (8.0, 4.0, 2.0, 0.1):  # 0.35 units a token
+        controller = Controller(16, costs_of(flat(0.15), c=0.2))
+        controller._account, controller._n_drafts = account, 10
+        for _ in range(20):
+            controller.acceptance.observe([0.99] * 8, 8)
+        controller.begin(1)
+        assert controller.plan(1, None, 16).kind == "draft"
+        grown: list[float] = []
+        while controller.may_draw(grown, 0.99):
+            grown.append(0.99)
+            controller.take(1)
+            if len(grown) == 16 or not controller.may_step(grown):
+                break
+        lengths.append(len(grown))
+    assert lengths == [16, 11, 5, 5]
 
 
 def test_no_room_no_draft() -> None:
@@ -357,8 +377,8 @@ def test_a_hopeless_draft_costs_no_more_than_the_account(c: float, slope: float,
     """Never right, whatever it says of itself: the credit, 1% of the time, and the round that empties the account."""
     controller = Controller(8, costs_of(flat(slope), c))
     tokens, units, ks = play(controller, lambda n: 1 + slope * (n - 1), c, 400, lambda _t, _i: False, confidence)
-    longest = 8 * (c + slope)
-    assert units - tokens <= CREDIT + ALLOWANCE * units + longest + 1e-6
+    last = min(8 * (c + slope), CREDIT + c)  # its first pass is made before anything is known
+    assert units - tokens <= CREDIT + ALLOWANCE * units + last + 1e-6
     assert sum(k > 0 for k in ks[200:]) <= 25 or c + slope < 0.1
 
 

@@ -61,6 +61,7 @@ class AdaptiveDrafter:
             model.pacer = controller
         self._pending: dict[int, _Proposed] = {}
         self._foretold: dict[int, _Foretold] = {}
+        self._begun: dict[int, int] = {}  # where the answer begins, tokens
         self._n_passes, self._n_lacking = 0, 0  # of the model in this round; what the first of them fed
 
     @property
@@ -77,7 +78,8 @@ class AdaptiveDrafter:
         for i, (state, guess, budget) in enumerate(zip(sequences, guesses, budgets, strict=True)):
             can_draft = model is not None and model.room(state, budget) > 0
             n_lacking = model.n_lacking(state) if model is not None and can_draft else None
-            kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget)
+            n_emitted = len(state.tokens) - self._begun.get(state.id, len(state.tokens))
+            kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget, n_emitted)
             if kind == "ngram":
                 sampler = self._sampler if state.verifier is None else state.verifier.sampler
                 drafts[i] = guess.first(k if sampler is None else sampler.n_allowed(state.state, guess.ids[:k]))
@@ -100,6 +102,7 @@ class AdaptiveDrafter:
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Tell both drafters."""
+        self._begun.setdefault(sequence.id, len(sequence.tokens))
         if foretold := self._foretold.get(sequence.id):
             foretold.compare(tokens)
         for drafter in self._both:
@@ -123,6 +126,7 @@ class AdaptiveDrafter:
         """Tell both drafters."""
         self._pending.pop(sequence.id, None)
         self._foretold.pop(sequence.id, None)
+        self._begun.pop(sequence.id, None)
         for drafter in self._both:
             drafter.rewind(sequence, n_tokens)
 
@@ -130,6 +134,7 @@ class AdaptiveDrafter:
         """Tell both drafters; what the controller learned stays."""
         self._pending.pop(sequence.id, None)
         self._foretold.pop(sequence.id, None)
+        self._begun.pop(sequence.id, None)
         for drafter in self._both:
             drafter.forget(sequence)
 
