@@ -1,7 +1,7 @@
 # make demo   a virtual environment, the default pair, and what speculation does with it
 # make test   what the tests need, and the tests
 # make check  lint, types, tests with coverage: what CI runs
-# make bench  the performance figures, into the README (45 minutes; nothing else should be running)
+# make bench  the performance figures, into the README (80 minutes; nothing else should be running)
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -12,8 +12,8 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
                  how far it grows, its own confidence decides on the way: on while some longer draft, not just the
                  next token, has more expected extra tokens than R * extra units
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
-                 cap: on an empty account it does not draft, and no draft may cost much more than there is, so
-                 whatever the estimates say, no more than that is lost.
+                 cap: on an empty account it does not draft, and no draft may cost more than there is or than a
+                 credit, so whatever the estimates say, little more than that is lost.
                  A copy may cost what recent copies would have saved, and a credit: losing ones stop each other
     probe        what is not in use is tried again, the sooner the less it may lose
 
@@ -30,14 +30,15 @@ from specli.estimates import Acceptance, CostModel, Profit, number, survivors
 from specli.record import Kind, Outcome, Plan, Record
 
 ALLOWANCE = 0.01  # of the time may be lost
-CREDIT = 2.0  # units that a cold start may lose
+CREDIT = 2.0  # units that a cold start may lose, and one draft of a poor account
 WARM_CREDIT, N_SURE = 0.5, 8  # the same for a warm one that knows, from so many drafts, that they do not pay
 COPY_CREDIT, COPY_MEMORY = 4.0, 0.6  # units that a copy may cost while nothing is known; per copy that was judged
 COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among those that are picked for being high
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
-HORIZON, AS_LONG = 24, 0.5  # rounds that one catch-up of the draft's cache should serve; per token that came so far
+HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve, at least
+HORIZON_PER_TOKEN = 0.5  # the same per token of the answer so far: who has said much has more to say
 N_PLAIN = 64  # rounds between two looks at the one-token pass while speculation pays
 RATE_MEMORY = 0.8  # per round: about the last five count
 PROFIT_MEMORY = 0.9  # per round with a model draft, once there were some
@@ -65,7 +66,8 @@ class Controller:
         self._n_drafts = 0
         self._account = CREDIT  # units
         self._copied = 0.0  # units that recent copies saved, or would have, proposed or not
-        self._owed = 0.0  # units of catching up that had no time yet to earn themselves back
+        self._owed = 0.0  # units of catching up that had no time yet to earn themselves back,
+        self._horizon: float = HORIZON  # which takes so many rounds
         self._round = 0
         self._last: dict[Kind, int] = {"none": 0, "draft": 0}  # rounds
         self._probing: Kind | None = None
@@ -73,12 +75,13 @@ class Controller:
         self._growing = 1  # sequences that this draft pass is shared by,
         self._undrawn = self._next = 0  # those of them that have not drawn yet, and those that will step again
         self._catch_up = 0.0  # units, of this round's sequences
+        self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
 
     def begin(self, n_active: int) -> None:
         """A round begins: every sequence has its own token in the batch."""
         self._round += 1
         self._n_active = self._width = n_active
-        self._undrawn, self._next, self._probing, self._catch_up = 0, 0, None, 0.0
+        self._undrawn, self._next, self._probing, self._catch_up, self._n_passes = 0, 0, None, 0.0, 0
         self._plain_rate = n_active / self.costs.v(n_active)
         self.rate = max(self._plain_rate, self._brought / self._spent if self._spent > 0 else 0.0)
 
@@ -87,13 +90,15 @@ class Controller:
 
         ``n_lacking``: tokens that the draft's cache lacks, None without a draft model. ``ngram``: chances of the
         n-gram draft's tokens, each given the ones before, None without an n-gram drafter. ``budget``: the longest
-        draft that fits. ``n_emitted``: tokens of this answer so far, since who has said much has more to say.
+        draft that fits. ``n_emitted``: tokens of this answer so far.
         """
         self.record.has_model |= n_lacking is not None
         self.record.has_ngram |= ngram is not None
         budget = min(budget, self.k_max)
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
-        catch_up = 0.0  # units
+        catch_up, horizon = 0.0, max(HORIZON, HORIZON_PER_TOKEN * n_emitted)  # units; rounds
+        if budget < self.k_max:
+            horizon = min(horizon, budget + 1)  # no more tokens are left to say
         if ngram and budget > 0:
             values["ngram"] = self._best_copy(ngram[:budget], self._width + self._next, COPY_CREDIT + self._copied)
         if n_lacking is not None and budget > 0:
@@ -101,12 +106,13 @@ class Controller:
             self._catch_up += catch_up
             if self._may_spend():
                 worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
-                values["draft"] = worth - self.rate * catch_up / max(HORIZON, AS_LONG * n_emitted), budget
+                values["draft"] = worth - self.rate * catch_up / horizon, budget
         kind = max(values, key=lambda kind: values[kind][0])
         kind = self._probe(values, kind, catch_up) or kind
         if kind == "draft":
             self._next += 1
             self._owed += catch_up
+            self._horizon = max(self._horizon, horizon)
         return Plan(kind, values[kind][1])
 
     def _may_spend(self) -> bool:
@@ -116,6 +122,11 @@ class Controller:
         return self._account + self._owed > 0
 
     @property
+    def _funds(self) -> float:
+        """Units that the model's drafts of this round may cost, catching up apart."""
+        return max(CREDIT * self.costs.v(self._n_active), self._account)
+
+    @property
     def _is_known_loss(self) -> bool:
         """Whether enough drafts have shown that they do not pay."""
         return self._n_drafts >= N_SURE and self._usual is not None and self._usual.worth(1.0) <= 0
@@ -123,7 +134,7 @@ class Controller:
     def _foreseen(self) -> Profit:
         """The profit of model drafts by their mean acceptance lately, at the best length."""
         width, step, mean = self._n_active, self.costs.c / self._n_active, self.acceptance.mean
-        _value, k = self._best([mean] * self.k_max, step, width)
+        _value, k = self._best([mean] * self.k_max, step, width, self._funds)
         return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
 
     def _best_copy(self, chances: Sequence[float], width: int, funds: float = math.inf) -> tuple[float, int]:
@@ -185,6 +196,8 @@ class Controller:
         """
         if self._undrawn == 0:  # a new pass
             self._growing, self._undrawn, self._next = max(1, self._next), max(1, self._next), 0
+            self._planned = self._planned if self._n_passes else self._width
+            self._n_passes += 1
         self._undrawn -= 1
         chance = self.acceptance.at(confidence)
         if self._probing == "draft":
@@ -206,14 +219,13 @@ class Controller:
         tokens, ahead = 0.0, 0.5 * (self.acceptance.mean + chance)
         width, step = self._width + self._undrawn + self._next, self.costs.c / self._growing
         base = self.costs.v(width)
-        spent = len(confidences) * step + base - self.costs.v(self._n_active)
+        spent = self._n_passes * self.costs.c + self.costs.v(self._width) - self.costs.v(self._planned)
+        funds = self._funds
         for extra in range(1, self.k_max - len(confidences) + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
             units = (extra - is_paid) * step + self.costs.v(width + extra) - base
-            if spent + units > max(CREDIT, self._account):
-                return False
-            if tokens > self.rate * units:
+            if tokens > self.rate * units and spent + units <= funds:
                 return True
         return False
 
@@ -242,7 +254,9 @@ class Controller:
         self._brought = RATE_MEMORY * self._brought + emitted
         self._spent = RATE_MEMORY * self._spent + units
         self._account = min(MAX_ACCOUNT, self._account + ALLOWANCE * units)
-        self._owed *= 1 - 1 / HORIZON
+        self._owed *= 1 - 1 / self._horizon
+        if self._owed < 0.01:
+            self._owed, self._horizon = 0.0, HORIZON
         if self.costs.is_measured:
             self.record.emitted += emitted
             self.record.predicted += sum(1 + self._expected(outcome) for outcome in outcomes)

@@ -54,7 +54,7 @@ from tests.memory_sizes import allocated, planned
 LARGE_VOCABULARY = 151_936
 README = Path(__file__).parent.parent / "README.md"
 PARTS = ("memory", "ratios", "speed", "hindsight", "regimes", "serve")
-K = 3  # of the ratios, and of drafts of a fixed length
+K = 3  # of the ratios
 WORKLOADS = ("chat", "rewrite", "extract", "story")
 TEMPERATURES = (0.0, 0.8)
 LARGE_SHARE = 0.7  # of the time for the tables; the 1.5B-class target takes about six times as long per token
@@ -251,10 +251,10 @@ def main() -> None:
             parts["ratios"] = f"`make bench` on {where}\n\n| figure | value |\n|---|---|\n{rows}\n"
         if options.only in (None, "speed"):
             rows = "\n".join(speed(options, target, large, draft, registry.find_file(pair.target)))
-            parts["speed"] = f"`make bench`, {options.n} tokens a run, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
+            parts["speed"] = f"`make bench`, {_tokens(options)}, on {where}\n\n{_SPEED_HEAD}\n{rows}\n"
         if options.only in (None, "hindsight"):
             rows = "\n".join(hindsight(options, target, large, draft))
-            parts["hindsight"] = f"`make bench` on {where}\n\n{bench_hindsight.HEAD}\n{rows}\n"
+            parts["hindsight"] = f"`make bench`, {_tokens(options)}, on {where}\n\n{bench_hindsight.HEAD}\n{rows}\n"
         if options.only in (None, "regimes"):
             rows = "\n".join(regimes(large, draft, 120))
             parts["regimes"] = f"`make bench` on {where}\n\n{_REGIMES_HEAD}\n{rows}\n"
@@ -265,6 +265,10 @@ def main() -> None:
     for name, text in parts.items():
         print(text)
         README.write_text(with_part(README.read_text("utf-8"), name, text), "utf-8")
+
+
+def _tokens(options: argparse.Namespace) -> str:
+    return f"{options.n} tokens a run (1.5B-class: {options.n // 2})"
 
 
 def with_part(page: str, name: str, text: str) -> str:
@@ -354,7 +358,7 @@ def speed(options: argparse.Namespace, target: Path, large: Path, draft: Path, h
 
 
 def hindsight(options: argparse.Namespace, target: Path, large: Path, draft: Path) -> Iterator[str]:
-    """The rows of the README's table of the controller beside all fixed lengths; shorter texts of the large target."""
+    """The rows of the README's table of the controller beside fixed lengths; shorter texts of the large target."""
     for title, path, share, n_predict in (
         ("default", target, 1 - LARGE_SHARE, options.n),
         ("1.5B-class", large, LARGE_SHARE, options.n // 2),

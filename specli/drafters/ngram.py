@@ -61,7 +61,7 @@ class _Split:
 
 
 class _Match(NamedTuple):
-    """The longest match of a suffix: ``position`` of its best continuation, ``seen`` of ``total`` times."""
+    """What an earlier text says of the next token: the one at ``position``, ``seen`` of ``total`` times."""
 
     position: int
     size: int  # tokens; 0 is a repair
@@ -143,9 +143,10 @@ class _History:
         return None
 
     def match(self, suffix: int, source: int, edited: bool, copied: int) -> _Match | None:
-        """What continues ``suffix``: the longest match unless contradicted, else the copy from ``source`` resumed.
+        """What continues ``suffix``: a copy that is longer than any size, or the longest match unless contradicted.
 
-        ``copied``: tokens before ``source`` that are known to be the same as the last ones.
+        Where nothing matches, the copy is resumed at ``source``. ``copied``: tokens before ``source`` that are known to
+        be the same as the last ones.
         """
         found, is_copy, size = self.longest(suffix), 0 <= source < len(self.tokens), self.tables[0][0]
         if found is None:

@@ -347,7 +347,7 @@ def _told(said: str) -> str:
         found = json.loads(said)
     except ValueError:
         page = _PAGE.match(said)
-        return said if page is None else f"a page of HTML, {(page[1] or 'without a title').strip()}"
+        return said if page is None else f"a page of HTML, {(page[1] or '').strip() or 'without a title'}"
     return _said(found) or said
 
 

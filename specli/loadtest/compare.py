@@ -59,7 +59,7 @@ def compare(old: Mapping[str, object], new: Mapping[str, object]) -> Comparison:
         raise ConfigError(f"--compare got a file that is damaged ({error!r}); measure again") from error
     if not changes:
         raise ConfigError("--compare got load tests without a common load (concurrency, rate); nothing to compare")
-    notes = (*_notes(old, new), *_lonely(old, new), *(note for steps in both for note in _unfinished(*steps)))
+    notes = (*_notes(old, new), *_only_in_one(old, new), *(note for steps in both for note in _unfinished(*steps)))
     return Comparison(changes, notes)
 
 
@@ -139,7 +139,7 @@ def _notes(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str
             yield f"{name} was {_plain(before.get(name))} and is {_plain(after.get(name))}"
 
 
-def _lonely(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
+def _only_in_one(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
     """Loads that only one file measured."""
     before, after = ([_load(step) for step in _steps(document)] for document in (old, new))
     for name, own, other in (("old", before, after), ("new", after, before)):

@@ -155,5 +155,6 @@ def serve(
     try:
         server.run(sockets=[listener])
     finally:
+        logging.getLogger("uvicorn.error").removeFilter(_is_news)
         scheduler.stop(now=server.was_forced)
     return not server.was_forced
