@@ -30,6 +30,7 @@ from specli.engine.base import Row, Rows
 from specli.engine.table import LogitsFunction, TableEngine, random_logits
 from specli.estimates import CostModel
 from specli.events import Finished, PrefillDone, RoundDone, SequenceRound
+from specli.record import Plan
 from specli.request import Request
 from specli.sampling import Context, Distribution, Sampler, State
 from specli.verify import LawVerifier, Verdict, Verifier, _context, block_law, make_verifier, rejection_law
@@ -236,6 +237,15 @@ def test_the_emitted_law_is_the_targets_with_the_controller_in_the_loop(
     assert found.n_paths > 300
     # It learned: behind the same text, another past (what was rejected, where) led to another length.
     assert any(len(lengths) > 1 for lengths in found.lengths.values())
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_the_law_holds_where_the_account_cuts_drafts_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token costs 0.55 units, two cost 1.1: on a poor account no draft has a second one."""
+    monkeypatch.setattr("specli.controller.CREDIT", 0.8)
+    found, target = enumerated(name, 1, 5, NEAR_BREAK_EVEN[0])
+    assert law_error(found, target, 5) < 1e-12
+    assert {k for lengths in found.lengths.values() for k in lengths} >= {0, 1}
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
@@ -765,6 +775,32 @@ def test_several_sequences_are_fed_and_told_apart() -> None:
     outcomes, *_times, n_steps, n_lacking = controller.told[-1]
     assert [outcome.kind for outcome in outcomes] == ["draft", "none", "draft"]  # type: ignore[attr-defined]
     assert (n_steps, n_lacking) == (2, 2 + 1 + 3)  # behind by one and by three tokens more than a step brings anyway
+
+
+def test_the_controller_knows_how_far_an_answer_has_come() -> None:
+    told: list[int] = []
+
+    class Listening(Watched):
+        def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int, n_emitted: int = 0) -> Plan:
+            told.append(n_emitted)
+            return super().plan(n_lacking, ngram, budget, n_emitted)
+
+    drafter, state = cycle_drafter(Listening(4)), SequenceState(0, [0, 1, 2])
+
+    def say(*tokens: int) -> None:
+        state.tokens += tokens
+        drafter.commit(state, tokens)
+        drafter.propose([state], [4])
+
+    say()
+    say(3, 4)
+    say(5)
+    drafter.rewind(state, 3)  # a second question behind the same beginning
+    say(6, 0)
+    say(1)
+    drafter.forget(state)
+    say(2)
+    assert told == [0, 2, 3, 0, 1, 0]
 
 
 def test_what_is_forgotten_is_forgotten_by_both() -> None:

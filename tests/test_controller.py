@@ -256,24 +256,71 @@ def test_what_the_draft_lacks_is_part_of_its_cost() -> None:
         assert controller.plan(n_lacking, None, 8, n_emitted).kind == kind  # an answer that goes on repays it
 
 
-def test_no_draft_costs_more_than_the_account_can_bear() -> None:
-    """A draft that is sure of itself: on a low account it is shorter, so that one mistake does not end drafting."""
-    lengths = []
-    for account in (8.0, 4.0, 2.0, 0.1):  # 0.35 units a token
-        controller = Controller(16, costs_of(flat(0.15), c=0.2))
-        controller._account, controller._n_drafts = account, 10
-        for _ in range(20):
-            controller.acceptance.observe([0.99] * 8, 8)
-        controller.begin(1)
+def grow(controller: Controller, confidence: float, k_max: int) -> int:
+    """The length of the one draft that is being made."""
+    grown: list[float] = []
+    while len(grown) < k_max and controller.may_draw(grown, confidence):
+        grown.append(confidence)
+        controller.take(1)
+        if len(grown) == k_max or not controller.may_step(grown):
+            break
+    return len(grown)
+
+
+def trusted(account: float, c: float = 0.2, n_active: int = 1, k_max: int = 16) -> Controller:
+    """Knows a draft that has always been right so far; 0.15 units per token of a pass."""
+    controller = Controller(k_max, costs_of(flat(0.15), c))
+    controller._account, controller._n_drafts = account, 10
+    for _ in range(20):
+        controller.acceptance.observe([0.99] * 8, 8)
+    controller.begin(n_active)
+    return controller
+
+
+def test_no_draft_costs_more_than_the_account_or_a_credit() -> None:
+    """However sure it is of itself; a token costs 0.35 units."""
+    ks = []
+    for account in (8.0, 4.0, 2.0, 0.1):
+        controller = trusted(account)
         assert controller.plan(1, None, 16).kind == "draft"
-        grown: list[float] = []
-        while controller.may_draw(grown, 0.99):
-            grown.append(0.99)
-            controller.take(1)
-            if len(grown) == 16 or not controller.may_step(grown):
-                break
-        lengths.append(len(grown))
-    assert lengths == [16, 11, 5, 5]
+        ks.append(grow(controller, 0.99, 16))
+    assert ks == [16, 11, 5, 5]
+
+
+def test_lengths_beyond_one_that_is_too_dear_are_looked_at() -> None:
+    """v(3) > v(4): two tokens would cost more than the credit, three do not."""
+    controller = trusted(0.1, c=0.3)
+    controller.costs = costs_of(TILES | {3: 2.6}, c=0.3)
+    assert controller.plan(1, None, 4).kind == "draft"
+    assert grow(controller, 0.99, 4) == 3
+
+
+def test_a_batch_has_the_funds_of_a_batch_and_neighbours_copies_are_not_charged() -> None:
+    for n_active in (8, 16):
+        controller = trusted(2.0, c=0.05, n_active=n_active)
+        plans = [controller.plan(1, None, 16).kind for _ in range(n_active)]
+        assert plans == ["draft"] * n_active
+        assert all(controller.may_draw([], 0.99) for _ in range(n_active))  # none is left out for coming late
+    controller = trusted(2.0, n_active=2)
+    kind, k = controller.plan(1, [0.99] * 16, 16)
+    assert (kind, k) == ("ngram", 16)
+    controller.take(k)
+    assert controller.plan(1, None, 16).kind == "draft"
+    assert grow(controller, 0.99, 16) >= 3
+
+
+def test_a_long_catch_up_falls_due_as_slowly_as_it_was_granted() -> None:
+    """Thirty units, of a draft that saves 0.3 a round, in an answer that has come far: drafting goes on, and repays."""
+    controller = Controller(1, costs_of(flat(0.1), c=0.2, feed=0.03))
+    controller._account, controller._n_drafts, n_drafted = 8.0, 10, 0
+    for i in range(250):
+        controller.begin(1)
+        plan = controller.plan(1000 if i == 0 else 1, None, 1, 500 + i)
+        drafts = plan.kind == "draft"
+        n_drafted += drafts
+        outcome = Outcome(plan.kind, [0.6] * drafts, drafts, drafts and i % 5 != 0, 1 + (drafts and i % 5 != 0))
+        controller.observe([outcome], UNIT_S * (1 + 0.1 * drafts), UNIT_S * 0.2 * drafts, int(drafts), 1)
+    assert n_drafted > 200
 
 
 def test_no_room_no_draft() -> None:
@@ -377,7 +424,7 @@ def test_a_hopeless_draft_costs_no_more_than_the_account(c: float, slope: float,
     """Never right, whatever it says of itself: the credit, 1% of the time, and the round that empties the account."""
     controller = Controller(8, costs_of(flat(slope), c))
     tokens, units, ks = play(controller, lambda n: 1 + slope * (n - 1), c, 400, lambda _t, _i: False, confidence)
-    last = min(8 * (c + slope), CREDIT + c)  # its first pass is made before anything is known
+    last = min(8 * (c + slope), max(CREDIT, c))  # the first pass is made before anything is known
     assert units - tokens <= CREDIT + ALLOWANCE * units + last + 1e-6
     assert sum(k > 0 for k in ks[200:]) <= 25 or c + slope < 0.1
 
