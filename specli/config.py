@@ -653,7 +653,12 @@ def _require_lengths(flag: str, lengths: LengthOptions) -> None:
     is_finite = 1 <= first < 2**20 and 0 <= second < 2**20
     if lengths.kind == "lognormal":
         is_finite = is_finite and second <= 3
-    _require(flag, lengths.words, is_finite, "at least 1 token (lognormal: a spread of at most 3)")
+    _require(
+        flag,
+        lengths.words,
+        is_finite,
+        "at least 1 token and fewer than 1,048,576, a spread of at least 0 (lognormal: at most 3)",
+    )
     if lengths.low > lengths.high:
         raise ConfigError(f"{flag} got {lengths.words}, expected the shorter length first")
     if lengths.low == lengths.high:

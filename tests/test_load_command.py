@@ -302,8 +302,11 @@ def test_nothing_works():
         assert measure(options(server, api_key="right")).steps[0].n_ok == 6
         with pytest.raises(ServerError, match="gave http 401"):
             measure(options(server, api_key="wrong", model_name="a"))
-    with running(models="<html>") as server:
-        with pytest.raises(ServerError, match=r"no list of models: <html>.*--model-name NAME"):
+    page = "<html><title>\x1b[31mWelcome &amp; hello</title>"
+    with running(models=page) as server:
+        with pytest.raises(
+            ServerError, match=r"models: a page of HTML, \uFFFD\[31mWelcome & hello\).*--model-name NAME"
+        ):
             measure(options(server))
         assert measure(options(server, model_name="mine")).circumstances["model"] == "mine"
         assert server.asked[0]["model"] == "mine"
@@ -371,6 +374,13 @@ BAD = {
     ("--url", "http://a", "-w", "chat"): "-w was given with --url, where the server decides; leave it out",
     ("--url", "http://a", "--share-drafts"): "--share-drafts was given with --url",
     ("--concurrency", "1", "--sla-ttft", "5"): "--concurrency, --sla-ttft were given without --url URL",
+    ("--url", "http://a", "--compare", "a.json", "b.json"): "--url and --compare were both given",
+    (
+        "--url",
+        "http://a",
+        "--input-length",
+        "normal:50,-1",
+    ): "--input-length got normal:50,-1, expected at least 1 token",
     ("--find-sla",): "--find-sla was given without --url URL",
     ("--url", "http://a", "--find-sla"): "--find-sla was given without a bound",
     ("--url", "http://a", "--concurrency", "1", "--rate", "2"): "--concurrency and --rate were both given",

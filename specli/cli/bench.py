@@ -197,6 +197,8 @@ def bench(
     load.check(list(given_options(context.command.params, context.get_parameter_source)))
     options, notes = what.options()
     if what.compare is not None:
+        if load.is_asked:
+            raise ConfigError("--url and --compare were both given: measure, or compare two kept files; leave one out")
         _compare(*what.compare, what.output)
         return
     if load.is_asked:

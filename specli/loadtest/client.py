@@ -5,6 +5,7 @@ httpx is imported when a server is asked (the extra ``serve``).
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import socket
@@ -36,7 +37,10 @@ class RequestFailed(Exception):
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind, self.message = kind, " ".join(message.split())[:_MESSAGE]
+        shown = "".join(
+            char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split())
+        )
+        self.kind, self.message = kind, shown[:_MESSAGE]  # of a stranger: no escape codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +339,7 @@ def _first_model(said: str) -> tuple[str, str | None]:
         first = found["data"][0]
         name, owner = first["id"], first.get("owned_by")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RequestFailed("no model", f"no list of models: {said[:80]}") from error
+        raise RequestFailed("no model", f"no list of models: {_told(said)[:80]}") from error
     if not isinstance(name, str) or not name:
         raise RequestFailed("no model", f"a model without a name: {said[:80]}")
     return name, owner if isinstance(owner, str) and owner else None
@@ -347,7 +351,7 @@ def _told(said: str) -> str:
         found = json.loads(said)
     except ValueError:
         page = _PAGE.match(said)
-        return said if page is None else f"a page of HTML, {(page[1] or '').strip() or 'without a title'}"
+        return said if page is None else f"a page of HTML, {html.unescape(page[1] or '').strip() or 'without a title'}"
     return _said(found) or said
 
 
