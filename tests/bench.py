@@ -369,8 +369,6 @@ def hindsight(options: argparse.Namespace, target: Path, large: Path, draft: Pat
 
 
 def _row(target: str, note: str, cell: Cell) -> str:
-    ends = cell.speedup.interval
-    speedup = f"{cell.speedup.value:.2f}" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "")
     acceptance = cell.counts.acceptance_rate
     efficiency = cell.counts.block_efficiency
     columns = (
@@ -382,7 +380,7 @@ def _row(target: str, note: str, cell: Cell) -> str:
         f"{cell.tok_s.median:.0f}",
         "–" if acceptance is None else f"{acceptance:.0%}",
         "–" if efficiency is None else f"{efficiency:.2f}",
-        speedup,
+        bench_hindsight.with_interval(cell.speedup),
     )
     return f"| {' | '.join(columns)} |"
 

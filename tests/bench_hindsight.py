@@ -95,14 +95,15 @@ def _row(title: str, workload: str, temperature: float, times: Sequence[tuple[st
         TITLES.get(workload, workload),
         f"{temperature:g}",
         str(len(times)),
-        _text(ratio(plain, auto)),
+        with_interval(ratio(plain, auto)),
         "plain" if best == plain else label(best),
-        _text(by_fixed[best]) if best != plain else "1",
-        _text(ratio(best, auto)),
+        with_interval(by_fixed[best]) if best != plain else "1",
+        with_interval(ratio(best, auto)),
     )
     return f"| {' | '.join(columns)} |"
 
 
-def _text(estimate: Estimate) -> str:
+def with_interval(estimate: Estimate) -> str:
+    """The value, and its interval where there is one."""
     ends = estimate.interval
     return f"{estimate.value:.2f}" + (f" ({ends[0]:.2f}–{ends[1]:.2f})" if ends else "")
