@@ -305,9 +305,7 @@ def test_nothing_works():
             measure(options(server, api_key="wrong", model_name="a"))
     page = "<html><title>\x1b[31mWelcome &amp; hello</title>"
     with running(models=page) as server:
-        with pytest.raises(
-            ServerError, match=r"models: a page of HTML, \uFFFD\[31mWelcome & hello\).*--model-name NAME"
-        ):
+        with pytest.raises(ServerError, match=r"models: a page of HTML, \x1b\[31mWelcome & hello\).*--model-name NAME"):
             measure(options(server))
         assert measure(options(server, model_name="mine")).circumstances["model"] == "mine"
         assert server.asked[0]["model"] == "mine"
@@ -495,3 +493,12 @@ def test_without_httpx_one_line(specli: CommandLine, tmp_path):
     )
     assert done.returncode == 2
     assert b"--url needs httpx, which is not installed; pip install httpx" in done.stderr
+
+
+def test_a_strangers_escape_codes_do_not_reach_the_terminal(specli: CommandLine):
+    with running(models="<html><title>\x1b[31mred</title>") as server:
+        ended = specli("bench", "--url", server.url)
+    assert ended.code == 7
+    assert "a page of HTML" in ended.error
+    assert "[31mred" in ended.error
+    assert "\x1b" not in ended.error

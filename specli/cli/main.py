@@ -142,7 +142,9 @@ def _check_arguments(command: object, argv: Sequence[str]) -> None:
 def _fail(message: str, code: int, show_traceback: bool) -> int:
     if show_traceback:
         _say(traceback.format_exc().rstrip())
-    _say(f"specli: error: {' '.join(message.split())}")
+    from specli.render.base import one_line
+
+    _say(f"specli: error: {one_line(message)}")
     return code
 
 

@@ -37,10 +37,7 @@ class RequestFailed(Exception):
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(f"{kind}: {message}")
-        shown = "".join(
-            char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split())
-        )
-        self.kind, self.message = kind, shown[:_MESSAGE]  # of a stranger: no escape codes
+        self.kind, self.message = kind, " ".join(message.split())[:_MESSAGE]
 
 
 @dataclass(frozen=True, slots=True)
