@@ -241,11 +241,13 @@ def test_the_emitted_law_is_the_targets_with_the_controller_in_the_loop(
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_the_law_holds_where_the_account_cuts_drafts_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token costs 0.55 units, two cost 1.1: on a poor account no draft has a second one."""
-    monkeypatch.setattr("specli.controller.CREDIT", 0.8)
-    found, target = enumerated(name, 1, 5, NEAR_BREAK_EVEN[0])
-    assert law_error(found, target, 5) < 1e-12
-    assert {k for lengths in found.lengths.values() for k in lengths} >= {0, 1}
+    """One token costs 0.2 units, two cost 0.4: a first draft, before anything was earned, has one on a poor account."""
+    cheap = (lambda n: 1 + 0.1 * (n - 1), 0.1)
+    rich, _target = enumerated(name, 1, 5, cheap)
+    monkeypatch.setattr("specli.controller.CREDIT", 0.3)
+    poor, target = enumerated(name, 1, 5, cheap)
+    assert law_error(poor, target, 5) < 1e-12
+    assert (rich.lengths[()], poor.lengths[()]) == ({2}, {1})
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
