@@ -16,6 +16,7 @@ from specli.chat import Message
 from specli.config import ModelOptions, SamplingOptions, Settings, SpeculationOptions
 from specli.serve.scheduler import Scheduler
 from specli.session import Session
+from tests.bench_hindsight import breadth_first
 from tests.serving import Answer, Recorder, answer, serving
 
 AT_A_TIME = (1, 2, 4, 8)
@@ -33,9 +34,7 @@ def load(target: Path, draft: Path, n_sequences: int) -> Session:
 
 def prompts(session: Session) -> list[list[int]]:
     """Token ids of the built-in prompts, one of each kind of work in turn."""
-    by_kind = [list(built_in((name,))) for name in WORKLOADS]
-    mixed = [kind[i] for i in range(min(map(len, by_kind))) for kind in by_kind]
-    return [session.chat_ids([Message("user", prompt.text)]) for prompt in mixed]
+    return [session.chat_ids([Message("user", prompt.text)]) for prompt in breadth_first(WORKLOADS)]
 
 
 def closed_loop(session: Session, n: int, n_predict: int, *, speculate: bool) -> tuple[float, float | None]:
