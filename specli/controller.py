@@ -37,6 +37,7 @@ COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among tho
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
+CONTEXT_FIRST, MAX_BUCKET = 2048, 9  # tokens from which on costs are others, and again at every fourfold
 HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve, at least
 HORIZON_PER_TOKEN = 0.5  # the same per token of the answer so far: who has said much has more to say
 N_PLAIN = 64  # rounds between two looks at the one-token pass while speculation pays
@@ -50,17 +51,18 @@ WARM, HEAVY = 0.4, 1 / 3  # temperature and c above which the gain is in doubt b
 class Controller:
     """Decides, learns, explains. One for all sequences of a batch: costs belong to the batch.
 
-    A round: ``begin``; ``plan`` for each sequence; ``may_draw``, ``may_step``, ``take`` while a model drafts;
-    ``observe``. ``k_max``: the longest draft, tokens.
+    A round: ``begin``; ``plan`` for each sequence; ``begin_pass``, ``begin_turn``, ``may_draw``, ``take``, ``may_step``
+    while a model drafts; ``observe``. ``k_max``: the longest draft, tokens. ``costs``: of texts as long as now.
     """
 
     def __init__(self, k_max: int, costs: CostModel | None = None) -> None:
         self.k_max = k_max
         self.costs = costs or CostModel()
+        self._by_context = {0: self.costs}  # by bucket
         self.acceptance = Acceptance()
         self.record = Record()
         self.rate = self._plain_rate = 1.0  # tokens per unit, of the whole batch
-        self._brought, self._spent = 0.0, 0.0  # tokens and units of recent rounds
+        self._brought, self._spent = 0.0, 0.0  # units of recent rounds: what plain decoding needs for it, what it took
         self._profit: Profit | None = None  # of recent drafts
         self._usual: Profit | None = None  # of all drafts
         self._n_drafts = 0
@@ -75,30 +77,43 @@ class Controller:
         self._growing = 1  # sequences that this draft pass is shared by,
         self._undrawn = self._next = 0  # those of them that have not drawn yet, and those that will step again
         self._catch_up = 0.0  # units, of this round's sequences
+        self._fed, self._is_feeding = 0.0, False  # units of catching up since the last draft; whether in this round
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
 
-    def begin(self, n_active: int) -> None:
-        """A round begins: every sequence has its own token in the batch."""
+    def begin(self, n_active: int, n_context: int = 0) -> None:
+        """A round begins: every sequence has its own token in the batch. ``n_context``: tokens of a mean one so far."""
         self._round += 1
+        bucket = _bucket(n_context)
+        if bucket not in self._by_context:
+            self._by_context[bucket] = self.costs.elsewhere()
+        self.costs = self._by_context[bucket]
         self._n_active = self._width = n_active
         self._undrawn, self._next, self._probing, self._catch_up, self._n_passes = 0, 0, None, 0.0, 0
         self._plain_rate = n_active / self.costs.v(n_active)
-        self.rate = max(self._plain_rate, self._brought / self._spent if self._spent > 0 else 0.0)
+        self.rate = self._plain_rate * max(1.0, self._brought / self._spent if self._spent > 0 else 0.0)
 
-    def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int, n_emitted: int = 0) -> Plan:
+    def plan(
+        self,
+        n_lacking: int | None,
+        ngram: Sequence[float] | None,
+        budget: int,
+        *,
+        n_emitted: int = 0,
+        n_left: int | None = None,
+    ) -> Plan:
         """Choose for one sequence before anything is drawn.
 
         ``n_lacking``: tokens that the draft's cache lacks, None without a draft model. ``ngram``: chances of the
         n-gram draft's tokens, each given the ones before, None without an n-gram drafter. ``budget``: the longest
-        draft that fits. ``n_emitted``: tokens of this answer so far.
+        draft that fits. ``n_emitted``: tokens of this answer so far; ``n_left``: that may still come, None if unknown.
         """
         self.record.has_model |= n_lacking is not None
         self.record.has_ngram |= ngram is not None
         budget = min(budget, self.k_max)
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
         catch_up, horizon = 0.0, max(HORIZON, HORIZON_PER_TOKEN * n_emitted)  # units; rounds
-        if budget < self.k_max:
-            horizon = min(horizon, budget + 1)  # no more tokens are left to say
+        if n_left is not None:
+            horizon = min(horizon, n_left)
         if ngram and budget > 0:
             values["ngram"] = self._best_copy(ngram[:budget], self._width + self._next, COPY_CREDIT + self._copied)
         if n_lacking is not None and budget > 0:
@@ -111,15 +126,17 @@ class Controller:
         kind = self._probe(values, kind, catch_up) or kind
         if kind == "draft":
             self._next += 1
-            self._owed += catch_up
             self._horizon = max(self._horizon, horizon)
         return Plan(kind, values[kind][1])
 
     def _may_spend(self) -> bool:
-        """Whether the account lets a model draft. Catching up is on credit once drafts are known, unless as a loss."""
+        """Whether the account lets a model draft. Catching up is on credit once drafts are known, unless as a loss.
+
+        One that has begun and takes several rounds is not left halfway for what fell due meanwhile.
+        """
         if self._n_drafts < N_COLD or self._is_known_loss:
             return self._account > self._catch_up
-        return self._account + self._owed > 0
+        return self._account + self._owed + min(MAX_ACCOUNT, self._fed) > 0
 
     @property
     def _funds(self) -> float:
@@ -189,16 +206,22 @@ class Controller:
         """``k`` more tokens are in the batch."""
         self._width += k
 
+    def begin_pass(self, n_chains: int) -> None:
+        """A draft pass for ``n_chains`` sequences, each of which then has its turn."""
+        self._growing, self._undrawn, self._next = n_chains, n_chains, 0
+        if self._n_passes == 0:
+            self._planned = self._width
+        self._n_passes += 1
+
+    def begin_turn(self) -> None:
+        """The next sequence of the pass."""
+        self._undrawn -= 1
+
     def may_draw(self, confidences: Sequence[float], confidence: float) -> bool:
         """Whether to draw a token of this ``confidence`` behind those of ``confidences``; its row is paid for.
 
         A probe takes the draft at its word: what was learned to be wrong in one text may be right in the next.
         """
-        if self._undrawn == 0:  # a new pass
-            self._growing, self._undrawn, self._next = max(1, self._next), max(1, self._next), 0
-            self._planned = self._planned if self._n_passes else self._width
-            self._n_passes += 1
-        self._undrawn -= 1
         chance = self.acceptance.at(confidence)
         if self._probing == "draft":
             chance = max(chance, confidence)
@@ -232,11 +255,16 @@ class Controller:
     def observe(self, outcomes: Sequence[Outcome], pass_s: float, draft_s: float, n_steps: int, n_lacking: int) -> None:
         """The round took ``pass_s`` (target and host) and ``draft_s`` seconds.
 
-        The draft model made ``n_steps`` passes, the first of which fed ``n_lacking`` tokens.
+        The draft model made ``n_steps`` passes; the first, or others before it, fed ``n_lacking`` tokens.
         """
         n_tokens = sum(1 + len(outcome.chances) for outcome in outcomes)
         self.costs.observe_pass(n_tokens, pass_s)
         self.costs.observe_draft(n_steps, n_lacking, draft_s)
+        fed = self.costs.catch_up(n_lacking)
+        self._account -= fed
+        self._owed += fed
+        self._is_feeding = fed > 0 and n_steps == 0
+        self._fed = self._fed + fed if n_steps == 0 else 0.0
         self.record.note(outcomes, self._probing is not None, self._why_off)
         self._book(outcomes, n_tokens, self.costs.draft_cost(n_steps, n_lacking))
         if n_tokens == self._n_active:
@@ -244,14 +272,14 @@ class Controller:
         by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
         if by_model and n_steps > 0:
             self._last["draft"] = self._round
-            self._learn(by_model, n_tokens, n_steps, self.costs.catch_up(n_lacking))
+            self._learn(by_model, n_tokens, n_steps)
         self._probing = None
 
     def _book(self, outcomes: Sequence[Outcome], n_tokens: int, draft_units: float) -> None:
         """Count the round, at estimated costs: one slow pass is no news of the text."""
         units = self.costs.v(n_tokens) + draft_units
         emitted = sum(outcome.n_emitted for outcome in outcomes)
-        self._brought = RATE_MEMORY * self._brought + emitted
+        self._brought = RATE_MEMORY * self._brought + emitted / self._plain_rate
         self._spent = RATE_MEMORY * self._spent + units
         self._account = min(MAX_ACCOUNT, self._account + ALLOWANCE * units)
         self._owed *= 1 - 1 / self._horizon
@@ -263,11 +291,11 @@ class Controller:
             self.record.plain += units * self._plain_rate
             self.record.units += units
 
-    def _learn(self, drafts: Sequence[Outcome], n_tokens: int, n_steps: int, catch_up: float) -> None:
+    def _learn(self, drafts: Sequence[Outcome], n_tokens: int, n_steps: int) -> None:
         """What this round's model drafts brought and cost, and how their tokens were judged."""
         n, k = len(drafts), sum(len(draft.chances) for draft in drafts)
         units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
-        saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units - catch_up
+        saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units
         self._account = min(MAX_ACCOUNT, self._account + saved)
         added = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
         news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
@@ -291,6 +319,8 @@ class Controller:
         acceptance, break_even, profit = self.acceptance.mean, self.break_even, self._profit or self._foreseen()
         if not self.record.has_model:
             return "nothing in the text was worth copying"
+        if self._is_feeding:
+            return "the draft was catching up with the text"
         if break_even is None:
             return "even certain acceptance would not pay"
         if acceptance < break_even:
@@ -327,7 +357,7 @@ class Controller:
     def profile(self) -> dict[str, object]:
         """What is worth keeping for the next run, for ``restore``; JSON types only."""
         return {
-            "costs": self.costs.as_dict(),
+            "costs": {str(bucket): costs.as_dict() for bucket, costs in self._by_context.items()},
             "acceptance": self.acceptance.as_dict(),
             "drafts": self._n_drafts,
             "profit": self._usual,
@@ -336,7 +366,7 @@ class Controller:
 
     def restore(self, kept: Mapping[str, object]) -> bool:
         """Start from the ``profile`` of an earlier run, part by part where it makes sense; whether the costs did."""
-        has_costs = self.costs.restore(kept.get("costs"))
+        has_costs = self._restore_costs(kept.get("costs"))
         if self.acceptance.restore(kept.get("acceptance")):
             self._n_drafts = max(N_COLD, int(number(kept.get("drafts")) or 0))
             self._profit = self._usual = Profit.restored(kept.get("profit"), self.k_max)
@@ -346,3 +376,19 @@ class Controller:
             most = WARM_CREDIT if self._is_known_loss else CREDIT
             self._account = min(account, most) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
         return has_costs
+
+    def _restore_costs(self, kept: object) -> bool:
+        """Start from the costs of an earlier run, those at other lengths of text too; whether there were any."""
+        by_context = dict[int, CostModel]()
+        for bucket in range(MAX_BUCKET + 1):
+            costs = CostModel()
+            if isinstance(kept, Mapping) and costs.restore(kept.get(str(bucket))):
+                by_context[bucket] = costs
+        if by_context:
+            self._by_context, self.costs = by_context, next(iter(by_context.values()))
+        return bool(by_context)
+
+
+def _bucket(n_context: int) -> int:
+    """Which costs hold for texts of so many tokens."""
+    return min(MAX_BUCKET, ((n_context // CONTEXT_FIRST).bit_length() + 1) // 2)

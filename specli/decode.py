@@ -105,8 +105,8 @@ class Decoder:
         running.prefill_s += engine.busy_s - busy_s
         if not is_last:
             return
-        verdict = self._judge(running).verify(EMPTY, rows, state)
-        n_prompt, spans = len(state.tokens), self._commit(running, [verdict.next_token], n_accepted=0)
+        verdict = (state.verifier or self.verifier).verify(EMPTY, rows, state)
+        n_prompt, spans = len(state.tokens), self._commit(running, verdict.emitted(EMPTY), n_accepted=0)
         logprobs = running.logprobs(rows)
         yield PrefillDone(state.id, n_prompt, request.accepted_at_s, self.clock(), running.prefill_s, running.n_reused)
         yield from logprobs
@@ -121,8 +121,7 @@ class Decoder:
             return  # the loop ends every sequence at its next turn
         slices = [running.to_verify(draft) for running, draft in zip(active, drafts, strict=True)]
         evaluation = self.engine.evaluate(slices)
-        counts, told = list[SequenceRound](), list[tuple[Running, list[Span], list[Logprobs]]]()
-        failed = list[Failed]()
+        counts, told, failed = list[SequenceRound](), list[tuple[Running, list[Span], list[Logprobs]]](), list[Failed]()
         for running, draft, rows in zip(active, drafts, evaluation.rows, strict=True):
             try:
                 count, spans = self._settle(running, draft, rows)
@@ -163,26 +162,25 @@ class Decoder:
         if self.drafter is not None and not request.is_kept:
             self.drafter.forget(request.state)
 
-    def _judge(self, running: Running) -> Verifier:
-        return running.state.verifier or self.verifier
-
     def _settle(self, running: Running, draft: Draft, rows: Rows) -> tuple[SequenceRound, list[Span]]:
         """Judge one sequence's draft and commit what stands."""
-        verifier = self._judge(running)
+        verifier = running.state.verifier or self.verifier
         try:
             verdict = verifier.verify(draft, rows, running.state)
-        except DeadEnd:  # somewhere on the draft's way: the next token by itself may still have one
-            verdict = verifier.verify(EMPTY, rows[:1], running.state)
-        tokens = [*draft.ids[: verdict.n_accepted], verdict.next_token]
-        spans = self._commit(running, tokens, verdict.n_accepted)
+        except DeadEnd as end:  # on the draft's way: what leads there is judged, and the next round says so
+            if end.n_drafted == 0:
+                raise
+            draft = draft.first(end.n_drafted)
+            verdict = verifier.verify(draft, rows[: len(draft)], running.state)
+        spans = self._commit(running, verdict.emitted(draft), verdict.n_accepted)
         n_kept = running.n_last
         n_judged = len(draft) if running.finish is None else min(len(draft), n_kept)  # none behind a cut
         return SequenceRound(running.state.id, n_judged, min(verdict.n_accepted, n_kept), n_kept), spans
 
     def _propose(self, active: Sequence[Running]) -> list[Draft]:
-        budgets = [running.room(self.engine, self.k_max, len(active)) for running in active]
-        if self.drafter is None or not any(budgets):
+        if self.drafter is None:
             return [EMPTY] * len(active)
+        budgets = [running.room(self.engine, self.k_max, len(active)) for running in active]
         return self.drafter.propose([running.state for running in active], budgets)
 
     def _commit(self, running: Running, tokens: Sequence[int], n_accepted: int) -> list[Span]:

@@ -16,11 +16,12 @@ from specli.errors import Cancelled
 from specli.profile import load_profile, save_profile
 from specli.verify import Verifier
 
-CALIBRATION_WIDTHS = (1, 1, 2, 3, 4, 5, 8, 16)  # tokens, at the ends of kernel tiles; the first pays for page faults
+# Eight passes, tokens of each: at the ends of kernel tiles; the first of each model pays for page faults.
+TARGET_WIDTHS, TARGET_WIDTHS_ALONE = (1, 1, 2, 4, 8), (1, 1, 2, 3, 4, 5, 8, 16)
 # below this estimate the n-gram drafter proposes nothing; a controller knows better
 FIXED_HIT_RATE, CONTROLLED_HIT_RATE = 0.4, 0.2
 SHARED_FEED = 128  # tokens of catching up in one round, where other texts wait for it
-FEED = 17  # tokens: a catch-up of the draft, to tell a flat curve from a linear one
+DRAFT_WIDTHS = (1, 1, 17)  # the last is a catch-up, to tell a flat curve from a linear one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,12 @@ class Drafting:
     def _calibrate(self, controller: Controller) -> None:
         """Measure v(n) at a few widths and the draft's step, on sequence 0, which is empty before and after."""
         longest = min(self.k_max + 1, self.target.n_rows_max, self.target.n_batch, self.target.n_ctx)
-        for width in CALIBRATION_WIDTHS:
+        for width in TARGET_WIDTHS_ALONE if self.draft is None else TARGET_WIDTHS:
             if width <= longest:
                 controller.costs.observe_pass(width, self._pass_s(self.target, width))
         if self.draft is not None:
-            for n_lacking in (1, min(FEED, self.draft.n_batch, self.draft.n_ctx)):
+            for width in DRAFT_WIDTHS:
+                n_lacking = min(width, self.draft.n_batch, self.draft.n_ctx)
                 controller.costs.observe_draft(1, n_lacking, self._pass_s(self.draft, n_lacking))
 
     def _pass_s(self, engine: Engine, width: int) -> float:

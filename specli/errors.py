@@ -57,7 +57,11 @@ class EngineError(SpecError):
 
 
 class DeadEnd(EngineError):
-    """What may come next, by the grammar and the bans, is nothing."""
+    """What may come next, by the grammar and the bans, is nothing. ``n_drafted``: tokens of a draft that lead there."""
+
+    def __init__(self, message: str, n_drafted: int = 0) -> None:
+        super().__init__(message)
+        self.n_drafted = n_drafted
 
 
 class RollbackUnsupported(EngineError):

@@ -5,6 +5,7 @@ Pure: told times and outcomes, it knows no clock and no model. Costs are in unit
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left
 from collections import deque
@@ -55,6 +56,14 @@ class CostModel:
         """Whether there was any pass in this run."""
         return bool(self._level)
 
+    def elsewhere(self) -> CostModel:
+        """The same ratios to begin with, at another level; new times soon outvote them."""
+        other = copy.deepcopy(self)
+        other._level.clear()
+        for width, samples in self._samples.items():
+            other._samples[width] = _kept(self._relative[width], len(samples))
+        return other
+
     def _unit_s(self) -> float:
         return _middle(level_s for _width, level_s in self._level) * self._relative[1]
 
@@ -78,12 +87,11 @@ class CostModel:
             self._level.append((slot, seconds / guess))
 
     def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
-        """``n_steps`` draft passes, the first of which fed ``n_lacking`` tokens, took ``seconds``."""
-        if n_steps < 1 or not self._level or not 0 <= seconds < math.inf:
+        """``n_steps`` draft passes took ``seconds``; the first, or others before it, fed ``n_lacking`` tokens."""
+        if not self._level or not 0 <= seconds < math.inf:
             return
-        unit_s = self._unit_s()
-        units = seconds / unit_s
-        if n_lacking <= 2:
+        units = seconds / self._unit_s()
+        if n_lacking <= 2 and n_steps > 0:
             self._steps.append(units / n_steps)
             self.c, self.knows_c = _middle(self._steps), True
         elif n_lacking >= MIN_FEED:
@@ -91,11 +99,11 @@ class CostModel:
             self.feed = _middle(self._feeds)
 
     def draft_cost(self, n_steps: int, n_lacking: int) -> float:
-        """Units of ``n_steps`` draft passes, the first of which feeds ``n_lacking`` tokens."""
-        return n_steps * self.c + (self.catch_up(n_lacking) if n_steps > 0 else 0.0)
+        """Units of ``n_steps`` draft passes, and of feeding ``n_lacking`` tokens before or with the first."""
+        return n_steps * self.c + self.catch_up(n_lacking)
 
     def catch_up(self, n_lacking: int) -> float:
-        """Units of feeding ``n_lacking`` tokens, beyond the draft step that they come with."""
+        """Units of feeding ``n_lacking`` tokens, beyond the draft step that two of them come with."""
         return max(0, n_lacking - 2) * (FEED_SHARE * self.c if self.feed is None else self.feed)
 
     def v(self, n_tokens: int) -> float:

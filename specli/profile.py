@@ -14,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-FORMAT = 1
+FORMAT = 2
 
 
 def profile_path(*parts: object) -> Path:

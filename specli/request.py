@@ -71,10 +71,12 @@ class Running:
         return self.finish is None and len(self.state.tokens) == self.n_prompt
 
     def room(self, engine: Engine, k_max: int, n_active: int) -> int:
-        """The longest draft that fits the context, the tokens left to emit, an even share of the batch, ``k_max``."""
-        n_cached, left = len(self.state.tokens) - 1, self.n_left
-        k = min(k_max, engine.n_ctx - n_cached - 1, engine.n_batch // n_active - 1, engine.n_rows_max // n_active - 1)
-        return max(0, k if left is None else min(k, left - 1))
+        """The longest draft that fits the tokens left to emit, an even share of the batch, ``k_max``.
+
+        Drafters learn how many tokens are left (``SequenceState.n_left``).
+        """
+        self.state.n_left = self.n_left(engine.n_ctx)
+        return max(0, min(k_max, min(engine.n_batch, engine.n_rows_max) // n_active - 1, self.state.n_left - 1))
 
     def logprobs(self, rows: Rows) -> list[Logprobs]:
         """Of the tokens that were just committed, one per row; none where nobody asked."""
@@ -87,16 +89,13 @@ class Running:
         tokens = [self.state.tokens[-1], *draft.ids]
         return Slice(self.state.id, tokens, len(self.state.tokens) - 1, len(tokens))
 
-    @property
-    def n_left(self) -> int | None:
-        """Tokens that may still be emitted; None without a limit."""
-        limit = self.request.max_tokens
-        return None if limit is None else limit - (len(self.state.tokens) - self.n_prompt)
+    def n_left(self, n_ctx: int) -> int:
+        """Tokens that may still be emitted; the last one needs no place in the context."""
+        in_context, limit = n_ctx + 1 - len(self.state.tokens), self.request.max_tokens
+        return in_context if limit is None else min(in_context, limit - (len(self.state.tokens) - self.n_prompt))
 
     def limit_reached(self, n_ctx: int) -> FinishReason | None:
         """Why the last token was the last one, if it was: a stop string, the limit, or the end of the context."""
         if self.text.stop is not None:
             return "stop"
-        if self.n_left == 0 or len(self.state.tokens) > n_ctx:
-            return "length"
-        return None
+        return "length" if self.n_left(n_ctx) <= 0 else None

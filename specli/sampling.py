@@ -252,7 +252,8 @@ class Sampler:
         if ids.size == 0:
             raise DeadEnd(
                 f"the grammar allows no token behind {context.position} tokens; it has a dead end, or what it needs is "
-                "banned"
+                "banned",
+                len(context.drafted),
             )
         candidates = Candidates(ids, candidates.logits[ids].astype(np.float64), True)
         for _name, step in steps:

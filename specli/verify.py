@@ -30,11 +30,15 @@ from specli.sampling import Context, Distribution, Probs, Sampler, State, draw_i
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer to a draft: how many of its tokens stand, and the token that follows them."""
+    """The target's answer to a draft: how many of its tokens stand, and the token that follows them, if any."""
 
     n_accepted: int
-    next_token: int
-    kind: Literal["recovered", "bonus"]
+    next_token: int | None
+    kind: Literal["recovered", "bonus", "none"]
+
+    def emitted(self, draft: Draft) -> list[int]:
+        """The tokens that this adds to the text."""
+        return [*draft.ids[: self.n_accepted], *(() if self.next_token is None else (self.next_token,))]
 
 
 class Verifier(Protocol):
@@ -50,7 +54,8 @@ class Verifier(Protocol):
     def verify(self, draft: Draft, rows: Rows, sequence: SequenceState) -> Verdict:
         """Judge ``draft``, k tokens, by the target's logits ``rows``, float32 ``(k + 1, n_vocab)``.
 
-        ``sequence.state`` is then what the accepted tokens and the next one lead to.
+        ``sequence.state`` is then what the accepted tokens and the next one lead to. With k rows there is no next one
+        behind a draft that is accepted to its end.
         """
 
 
@@ -63,7 +68,7 @@ class Law:
 
 
 def rejection_law(ids: Sequence[int], q: Sequence[Distribution | None], p: Sequence[Distribution]) -> Law:
-    """The law of token-by-token rejection; ``ids`` and ``q`` have length k, ``p`` has length k + 1."""
+    """The law of token-by-token rejection; ``ids`` and ``q`` have length k, ``p`` k + 1, or k without a bonus."""
     ratios = [min(1.0, p[i].prob(x) / _draft_prob(q[i], x)) for i, x in enumerate(ids)]
     reached = np.cumprod([1.0, *ratios])
     lengths = reached * np.append(1.0 - np.asarray(ratios, np.float64), 1.0)
@@ -85,11 +90,12 @@ def block_law(ids: Sequence[int], q: Sequence[Distribution | None], p: Sequence[
     return Law(passes * fails_later, lambda i: p[i] if i == k else _normalised(p[i], excess[i]))
 
 
-def sample(law: Law, rng: np.random.Generator) -> Verdict:
-    """Draw an accepted length and the token that follows it."""
-    n_accepted = draw_index(law.lengths, rng.random())
-    token = law.residual(n_accepted).draw(rng.random())
-    return Verdict(n_accepted, token, "bonus" if n_accepted == law.lengths.size - 1 else "recovered")
+def sample(law: Law, rng: np.random.Generator, *, has_bonus: bool = True) -> Verdict:
+    """Draw an accepted length and the token that follows it; without a bonus none follows the whole draft."""
+    k, n_accepted = law.lengths.size - 1, draw_index(law.lengths, rng.random())
+    if n_accepted == k and not has_bonus:
+        return Verdict(n_accepted, None, "none")
+    return Verdict(n_accepted, law.residual(n_accepted).draw(rng.random()), "bonus" if n_accepted == k else "recovered")
 
 
 def _draft_prob(q: Distribution | None, token: int) -> float:
@@ -130,11 +136,12 @@ class LawVerifier:
         _require_chain(draft)
         states, target_probs = self._along(draft, rows, sequence)
         if draft.ids:
-            verdict = sample(self._law(draft.ids, draft.distributions, target_probs), sequence.rng)
+            law = self._law(draft.ids, draft.distributions, target_probs)
+            verdict = sample(law, sequence.rng, has_bonus=len(rows) > len(draft))
         else:  # the law is certain
             verdict = Verdict(0, target_probs[0].draw(sequence.rng.random()), "bonus")
-        n = verdict.n_accepted
-        sequence.state = self.sampler.advance(states[n], verdict.next_token, target_probs[n])
+        n, token = verdict.n_accepted, verdict.next_token
+        sequence.state = states[n] if token is None else self.sampler.advance(states[n], token, target_probs[n])
         return verdict
 
     def _along(self, draft: Draft, rows: Rows, sequence: SequenceState) -> tuple[list[State], list[Distribution]]:
@@ -149,7 +156,7 @@ class LawVerifier:
             target_probs.append(self.sampler.distribution(row, context))
             if i < len(draft):
                 if target_probs[i].prob(draft.ids[i]) == 0:
-                    return states, target_probs + [target_probs[i]] * (len(draft) - i)
+                    return states, target_probs + [target_probs[i]] * (len(rows) - 1 - i)
                 states.append(self.sampler.advance(states[i], draft.ids[i], target_probs[i]))
         return states, target_probs
 
@@ -179,9 +186,10 @@ class MatchVerifier:
         for i, row in enumerate(rows):
             token, _, state = self.choose(row, sequence, draft.ids[:i], state)
             if i == len(draft) or token != draft.ids[i]:
-                break
+                sequence.state = state
+                return Verdict(i, token, "bonus" if i == len(draft) else "recovered")
         sequence.state = state
-        return Verdict(i, token, "bonus" if i == len(draft) else "recovered")
+        return Verdict(len(rows), None, "none")
 
 
 def make_verifier(name: str, sampler: Sampler) -> Verifier:

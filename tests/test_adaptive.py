@@ -12,8 +12,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,9 +27,11 @@ from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.base import EMPTY, Choice, Draft, Drafter, SequenceState
 from specli.drafters.model import ModelDrafter
 from specli.drafters.ngram import NgramDrafter
+from specli.drafting import Drafting
 from specli.engine.base import Row, Rows
 from specli.engine.table import LogitsFunction, TableEngine, random_logits
-from specli.estimates import CostModel
+from specli.errors import DeadEnd
+from specli.estimates import DEFAULT_C, CostModel
 from specli.events import Finished, PrefillDone, RoundDone, SequenceRound
 from specli.record import Plan
 from specli.request import Request
@@ -115,6 +118,9 @@ class CoinVerifier(LawVerifier):
         states, target_probs = self._along(draft, rows, sequence)
         law = self._law(draft.ids, draft.distributions, target_probs)
         n_accepted = self._coins.draw(law.lengths)
+        if n_accepted == len(rows):
+            sequence.state = states[n_accepted]
+            return Verdict(n_accepted, None, "none")
         token = self._token(law.residual(n_accepted))
         sequence.state = self.sampler.advance(states[n_accepted], token, target_probs[n_accepted])
         return Verdict(n_accepted, token, "bonus" if n_accepted == len(draft) else "recovered")
@@ -192,10 +198,11 @@ def enumerated(
         request = Request(SequenceState(0, list(PROMPT)), 0.0, n_tokens + 1)
         decoder = Decoder(engine, verifier, lambda _t: b"x", drafter, 2, clock=clock_of(engine, draft_engine))
         emitted: list[int] = []
-        for event in decoder.run([request]):
-            if isinstance(event, RoundDone):
-                found.lengths[tuple(emitted)].add(event.sequences[0].proposed)
-                emitted = request.state.tokens[len(PROMPT) + 1 :]
+        with suppress(DeadEnd):
+            for event in decoder.run([request]):
+                if isinstance(event, RoundDone):
+                    found.lengths[tuple(emitted)].add(event.sequences[0].proposed)
+                    emitted = request.state.tokens[len(PROMPT) + 1 :]
         found.law[tuple(request.state.tokens[len(PROMPT) + 1 :])] += coins.probability
         found.n_paths += 1
     return found, target
@@ -204,20 +211,27 @@ def enumerated(
 def law_error(found: Enumeration, target: LogitsFunction, n_tokens: int, sampler: Sampler = PLAIN) -> float:
     """The largest difference from the target's own law."""
     assert sum(found.law.values()) == pytest.approx(1, abs=1e-12)
-    worst = 0.0
-    for tokens in itertools.product(range(V), repeat=n_tokens):
-        history = [*PROMPT, 0]
-        first = sampler.distribution(target(PROMPT), Context(PROMPT, state=sampler.start()))
-        wanted, state = 1.0, sampler.advance(sampler.start(), 0, first)
-        for token in tokens:
-            distribution = sampler.distribution(target(history), Context(history, state=state))
-            wanted *= distribution.prob(token)
-            if wanted == 0:
-                break
-            state = sampler.advance(state, token, distribution)
-            history.append(token)
-        worst = max(worst, abs(found.law.get(tokens, 0.0) - wanted))
-    return worst
+    first = sampler.distribution(target(PROMPT), Context(PROMPT, state=sampler.start()))
+    wanted = target_law(target, (), n_tokens, sampler, sampler.advance(sampler.start(), 0, first))
+    return max(abs(found.law.get(text, 0.0) - wanted.get(text, 0.0)) for text in found.law.keys() | wanted.keys())
+
+
+def target_law(
+    target: LogitsFunction, emitted: tuple[int, ...], n_tokens: int, sampler: Sampler, state: State
+) -> dict[tuple[int, ...], float]:
+    """The chance of each text of ``n_tokens``, given its beginning ``emitted``; shorter where it cannot go on."""
+    history = [*PROMPT, 0, *emitted]
+    try:
+        distribution = sampler.distribution(target(history), Context(history, state=state))
+    except DeadEnd:
+        return {emitted: 1.0}
+    if len(emitted) == n_tokens:
+        return {emitted: 1.0}
+    law: dict[tuple[int, ...], float] = {}
+    for token, chance in zip(distribution.ids.tolist(), distribution.probs.tolist(), strict=True):
+        behind = target_law(target, (*emitted, token), n_tokens, sampler, sampler.advance(state, token, distribution))
+        law |= {text: chance * rest for text, rest in behind.items()}
+    return law
 
 
 # Costs near break-even, so that what earlier rounds taught decides; the second has v(2) > v(3).
@@ -295,7 +309,19 @@ class Forcing(NoThird):
         return Forcing((*self.last[-1:], token))
 
 
+class Trap(NoThird):
+    """Behind a 1 there is no way on."""
+
+    def allows(self, token: int) -> bool:
+        return self.last[-1:] != (1,)
+
+    def after(self, token: int) -> Trap:
+        assert self.allows(token)
+        return Trap((*self.last[-1:], token))
+
+
 CHAINS = {
+    "dead ends": Sampler(1.0, 0, 1.0, 0.0, constraint=Trap()),
     "forcing grammar": Sampler(1.0, 0, 1.0, 0.0, constraint=Forcing()),
     "penalties and bias": Sampler(
         1.0, 0, 1.0, 0.0, repeat_penalty=1.4, frequency_penalty=0.3, repeat_last_n=4, bias={1: 0.5}
@@ -783,9 +809,9 @@ def test_the_controller_knows_how_far_an_answer_has_come() -> None:
     told: list[int] = []
 
     class Listening(Watched):
-        def plan(self, n_lacking: int | None, ngram: Sequence[float] | None, budget: int, n_emitted: int = 0) -> Plan:
+        def plan(self, *arguments: Any, n_emitted: int = 0, n_left: int | None = None) -> Plan:
             told.append(n_emitted)
-            return super().plan(n_lacking, ngram, budget, n_emitted)
+            return super().plan(*arguments, n_emitted=n_emitted, n_left=n_left)
 
     drafter, state = cycle_drafter(Listening(4)), SequenceState(0, [0, 1, 2])
 
@@ -823,10 +849,10 @@ def test_time_of_the_controller() -> None:
     own_s = 0.0
 
     def timed(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
+        def call(*arguments: object, **options: object) -> object:
             nonlocal own_s
             started_s = time.perf_counter()
-            result = function(*arguments)
+            result = function(*arguments, **options)
             own_s += time.perf_counter() - started_s
             return result
 
@@ -835,9 +861,199 @@ def test_time_of_the_controller() -> None:
     for curve, text in (("flat", "high"), ("steps", "high"), ("steps", "middling"), ("tiles", "hopeless")):
         world, own_s = World(curve, 0.05, text, 1), 0.0
         controller = world.controller()
-        for name in ("begin", "plan", "may_draw", "may_step", "take", "observe"):
+        for name in ("begin", "plan", "begin_pass", "begin_turn", "may_draw", "may_step", "take", "observe"):
             setattr(controller, name, timed(getattr(controller, name)))
         _time, ks = world.adaptive(500, controller)
         n_proposed = max(1, sum(ks))
         print(f"{curve} {text}: {own_s / n_proposed * 1e6:.1f} us per token, {own_s / len(ks) * 1e6:.1f} us per round")
         assert own_s > 0
+
+
+# Many sequences, whose draft caches catch up a part at a time
+
+
+class Served:
+    """Answers of a server one round at a time: the target's next id is one more; ``says``: the draft's logits."""
+
+    def __init__(self, n_sequences: int, says: LogitsFunction, feed_most: int | None = 128, **options: float) -> None:
+        self.units, self.c, self.feed = 0.0, 0.1, options.get("feed", 0.01)
+        self.controller = Controller(16)
+        for n in (1, 1, 2, 3, 4, 5, 8, 16):
+            self.controller.costs.observe_pass(n, UNIT_S * self.v(n))
+        for n in (1, 17):
+            self.controller.costs.observe_draft(1, n, UNIT_S * self.step(n))
+        self.engine = TableEngine(
+            says,
+            7,
+            n_ctx=4000,
+            n_batch=512,
+            n_rows_max=64,
+            n_sequences=n_sequences,
+            pass_s=lambda n: UNIT_S * self.step(n),
+        )
+        self.model = ModelDrafter(self.engine, GREEDY, 7, feed_most=feed_most)
+        self.drafter = AdaptiveDrafter(self.controller, self.model, None)
+
+    def v(self, n: int) -> float:
+        return 1 + 0.02 * (n - 1)
+
+    def step(self, n: int) -> float:
+        return self.c + self.feed * max(0, n - 2)
+
+    def round(self, states: Sequence[SequenceState]) -> list[Draft]:
+        busy_s = self.engine.busy_s
+        drafts = self.drafter.propose(states, [16] * len(states))
+        parts, n_tokens = [], 0
+        for state, draft in zip(states, drafts, strict=True):
+            truth = [(state.tokens[-1] + 1 + i) % 7 for i in range(len(draft) + 1)]
+            n = next((i for i, token in enumerate(draft.ids) if token != truth[i]), len(draft))
+            state.tokens.extend(truth[: n + 1])
+            self.drafter.commit(state, truth[: n + 1])
+            parts.append(SequenceRound(state.id, len(draft), n, n + 1))
+            n_tokens += 1 + len(draft)
+        draft_s, verify_s = self.engine.busy_s - busy_s, UNIT_S * self.v(n_tokens)
+        self.units += (draft_s + verify_s) / UNIT_S
+        self.drafter.observe(RoundDone(tuple(parts), 0.0, draft_s, verify_s, 0.0))
+        return drafts
+
+
+def right(history: Sequence[int]) -> Row:
+    return np.eye(7, dtype=np.float32)[(history[-1] + 1) % 7] * 9
+
+
+def wrong(history: Sequence[int]) -> Row:
+    return np.eye(7, dtype=np.float32)[history[-1]] * 3
+
+
+@pytest.mark.parametrize("feed_most", [128, None])
+def test_a_wrong_draft_of_long_prompts_costs_what_is_allowed(feed_most: int | None) -> None:
+    """40 answers of 80 tokens behind prompts of 1,000, whose draft cache is fed in parts: every part is paid for."""
+    server, n_rounds = Served(2, wrong, feed_most, feed=0.005), 0
+    for _ in range(40):
+        state = SequenceState(0, [t % 7 for t in range(1000)])
+        server.drafter.commit(state, state.tokens)
+        while len(state.tokens) < 1080:
+            server.round([state])
+            n_rounds += 1
+        server.drafter.forget(state)
+    assert server.units < 1.01 * n_rounds + 4
+
+
+def test_who_waits_for_a_turn_to_catch_up_has_not_drafted() -> None:
+    """One answer drafts, three lack 1,000 tokens each: 128 tokens a round are fed, counted once, for their time."""
+    server = Served(4, right)
+    server.controller._n_drafts, server.controller._account = 10, 8.0
+    long = [t % 7 for t in range(1000)]
+    states = [SequenceState(0, [0, 1, 2]), *(SequenceState(i, list(long)) for i in (1, 2, 3))]
+    for state in states:
+        server.drafter.commit(state, state.tokens)
+    while server.engine.n_past(1) < 896:
+        drafts = server.round(states)
+        assert [len(draft) for draft in drafts[1:]] == [0, 0, 0]
+    record = server.controller.record
+    assert server.controller.costs.feed == pytest.approx(0.01, rel=0.2)
+    assert record.given_up == 0
+    assert record.by_kind["draft"] == record.speculated  # the first answer's
+    for _ in range(20):
+        drafts = server.round(states)
+    assert all(len(draft) > 2 for draft in drafts)
+
+
+def test_plain_decoding_of_more_answers_than_may_draft_has_no_gain() -> None:
+    """40 answers share 64 rows: none has room for a draft, and the batch is counted as what it is."""
+    engine = TableEngine(right, 7, n_ctx=60, n_batch=512, n_rows_max=64, n_sequences=40, pass_s=lambda n: UNIT_S * n)
+    draft = TableEngine(right, 7, n_ctx=60, n_batch=512, n_rows_max=64, n_sequences=40, pass_s=lambda _n: UNIT_S)
+    controller = Controller(16)
+    drafter = AdaptiveDrafter(controller, ModelDrafter(draft, GREEDY, 7), NgramDrafter())
+    decoder = Decoder(engine, GREEDY, lambda _t: b"x", drafter, 16, clock=clock_of(engine, draft))
+    events = list(decoder.run([Request(SequenceState(i, [0, 1]), 0.0, 20) for i in range(40)]))
+    assert {part.proposed for event in events if isinstance(event, RoundDone) for part in event.sequences} == {0}
+    assert controller.report()["gain_tokens_per_unit"] == {"predicted": 0.0, "actual": 0.0}
+
+
+class Passes(Controller):
+    """Remembers how many sequences shared each pass."""
+
+    def begin_pass(self, n_chains: int) -> None:
+        super().begin_pass(n_chains)
+        self.shared = [*getattr(self, "shared", []), n_chains]
+
+
+@pytest.mark.parametrize("p_min", [0.0, 0.9])
+def test_passes_are_counted_as_they_are_made(p_min: float) -> None:
+    """Three of four stop at once, by ``p_min`` or by the vocabulary: the fourth is charged for passes of its own."""
+    says = lambda history: right(history) if history[0] == 0 else np.zeros(7, np.float32)  # noqa: E731
+    controller = Passes(8)
+    for n in (1, 1, 2, 4, 8, 16, 40):
+        controller.costs.observe_pass(n, UNIT_S)
+    controller.costs.c, controller._account, controller.acceptance.mean = 0.01, 8.0, 0.9
+    engine = TableEngine(says, 7, n_sequences=4, n_rows_max=64)
+    drafter = AdaptiveDrafter(controller, ModelDrafter(engine, GREEDY, 7, p_min=p_min), None)
+    states = [SequenceState(i, [i, 1, 2]) for i in range(4)]
+    for state in states:
+        drafter.commit(state, state.tokens)
+    drafts = drafter.propose(states, [8] * 4)
+    assert len(drafts[0]) == 8
+    if p_min:
+        assert [len(draft) for draft in drafts[1:]] == [0, 0, 0]
+        assert controller.shared == [4, *[1] * 7]
+    assert controller._n_passes == len(controller.shared) == drafter._model.n_passes
+
+
+# What may be proposed at all
+
+
+def copies(**options: object) -> tuple[AdaptiveDrafter, SequenceState, Controller]:
+    """A text whose next tokens have been seen often, and free passes."""
+    controller, state = Controller(16), SequenceState(0, [1, 2, 3, 4, 5, 6] * 6 + [1, 2, 3])
+    for n in (1, 1, 2, 4, 8, 16):
+        controller.costs.observe_pass(n, UNIT_S)
+    drafter = AdaptiveDrafter(controller, None, NgramDrafter(**options), options.get("sampler"))  # type: ignore[arg-type]
+    drafter.commit(state, state.tokens)
+    return drafter, state, controller
+
+
+def test_a_copy_that_the_controller_cuts_below_n_min_is_dropped() -> None:
+    for n_min, budget, n in ((0, 16, 16), (6, 16, 16), (6, 4, 0)):
+        drafter, state, _controller = copies(n_min=n_min)
+        [draft] = drafter.propose([state], [budget])
+        assert len(draft) == n
+    drafter, state, controller = copies(n_min=6)
+    controller.plan = lambda *_arguments, **_options: Plan("ngram", 2)  # type: ignore[method-assign]
+    [draft] = drafter.propose([state], [16])
+    assert len(draft) == 0
+
+
+def test_a_copy_that_may_not_begin_is_none() -> None:
+    """The grammar has used up its 2s, and a 1 would be the third."""
+    banned = Sampler(0.0, constraint=NoThird((4, 4), 2))
+    drafter, state, controller = copies(sampler=banned)
+    assert drafter.propose([state], [16]) == [EMPTY]
+    state.tokens.append(0)
+    drafter.commit(state, [0])
+    drafter.observe(RoundDone((SequenceRound(0, 0, 0, 1),), 0.0, 0.0, UNIT_S, 0.0))
+    decisions = controller.report()["decisions"]
+    assert decisions == {"none": 1, "draft": 0, "ngram": 0, "given_up": 0}
+    assert controller.record.state == "off"
+
+
+# Calibration
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_a_cold_start_measures_with_eight_passes_and_one_slow_moment_of_each_model_misleads_nobody(
+    has_draft: bool,
+) -> None:
+    engines = []
+    for unit_s in (UNIT_S, 0.3 * UNIT_S):
+        first = iter([10.0])
+        pass_s = lambda n, unit_s=unit_s, first=first: unit_s * (0.9 + 0.1 * n) * next(first, 1.0)  # noqa: E731
+        engines.append(TableEngine(right, 7, n_ctx=64, n_rows_max=17, pass_s=pass_s))
+    target, draft = engines
+    made = Drafting(target, GREEDY, frozenset(), 16, 0, 0.0, False, draft if has_draft else None, uses_ngram=True)
+    _drafter, controller = made.make()
+    assert controller is not None
+    assert len(target.batches) + len(draft.batches) == 8
+    assert target.n_past(0) == draft.n_past(0) == 0
+    assert [controller.costs.v(n) for n in (2, 4, 8)] == pytest.approx([1.1, 1.3, 1.7])
+    assert controller.costs.c == pytest.approx(0.3 if has_draft else DEFAULT_C)

@@ -51,7 +51,8 @@ def test_exact_times_give_exact_ratios() -> None:
     assert (costs.c, costs.feed) == pytest.approx((0.3, 0.04))
     assert costs.draft_cost(3, 12) == pytest.approx(3 * 0.3 + 10 * 0.04)
     assert costs.draft_cost(3, 2) == pytest.approx(0.9)
-    assert costs.draft_cost(0, 12) == 0
+    assert costs.draft_cost(0, 12) == pytest.approx(10 * 0.04)  # fed alone, in a round without a draft
+    assert costs.draft_cost(0, 2) == 0
 
 
 def test_widths_never_measured_lie_on_the_line_between_their_neighbours() -> None:
@@ -212,6 +213,13 @@ def ready(
     return controller
 
 
+def draws(controller: Controller, grown: list[float], confidence: float) -> bool:
+    """Whether a draft that grows alone has another token."""
+    controller.begin_pass(1)
+    controller.begin_turn()
+    return controller.may_draw(grown, confidence)
+
+
 def test_all_lengths_are_looked_at() -> None:
     """v(3) > v(4): one token does not pay, two do not, three do."""
     assert ready(TILES).plan(None, [0.6] * 3, 8) == ("ngram", 3)
@@ -225,7 +233,7 @@ def test_a_model_draft_grows_over_a_length_that_does_not_pay() -> None:
     controller = ready(TILES, c=0.05, mean=0.8)
     assert controller.plan(1, None, 8) == ("draft", 8)
     grown: list[float] = []
-    while controller.may_draw(grown, 0.8):
+    while draws(controller, grown, 0.8):
         grown.append(0.8)
         controller.take(1)
         if not controller.may_step(grown):
@@ -253,13 +261,72 @@ def test_what_the_draft_lacks_is_part_of_its_cost() -> None:
         controller = Controller(8, costs)
         controller._account, controller._n_drafts = 8.0, 10
         controller.begin(1)
-        assert controller.plan(n_lacking, None, 8, n_emitted).kind == kind  # an answer that goes on repays it
+        assert controller.plan(n_lacking, None, 8, n_emitted=n_emitted).kind == kind  # an answer that goes on repays it
+
+
+def test_a_catch_up_is_worth_what_the_answer_has_left_whatever_the_batch_leaves_of_the_draft() -> None:
+    costs = costs_of(flat(0.1), c=0.2, feed=0.03)
+    for budget, n_left, kind in ((8, None, "draft"), (3, None, "draft"), (3, 400, "draft"), (8, 9, "none")):
+        controller = Controller(8, costs)
+        controller._account, controller._n_drafts = 8.0, 10
+        controller.begin(1)
+        assert controller.plan(300, None, budget, n_emitted=400, n_left=n_left).kind == kind
+
+
+def test_long_texts_have_costs_of_their_own_and_they_are_kept() -> None:
+    """Four tokens cost 1.3 passes of a short text, and 2.2 of a long one, where attention is what takes time."""
+    controller = Controller(8)
+    for n_context, curve in ((100, flat(0.1)), (9000, flat(0.4))):
+        controller.begin(1, n_context)
+        for _ in range(25):
+            for n in (1, 2, 4):
+                controller.costs.observe_pass(n, UNIT_S * (1 + n_context / 5000) * curve[n])
+    again = Controller(8)
+    assert again.restore(kept_by(controller))
+    for one in (controller, again):
+        for n_context, v in ((0, 1.3), (2047, 1.3), (8192, 2.2), (32_767, 2.2), (100, 1.3)):
+            one.begin(1, n_context)
+            assert one.costs.v(4) == pytest.approx(v, rel=0.02)
+    again.begin(1, 1 << 20)  # never seen: the last ones are where it starts from
+    assert again.costs.v(4) == pytest.approx(1.3, rel=0.02)
+
+
+def test_who_is_left_alone_has_the_rate_of_one() -> None:
+    """Eight answers that copies served well; seven end. The last goes on with copies as long as if always alone."""
+    controller = Controller(16, costs_of(flat(0.02), c=0.05))
+    lengths = []
+    for t in range(40):
+        n_active = 8 if t < 20 else 1
+        controller.begin(n_active)
+        plans = [controller.plan(None, [0.99] * 16, 16) for _ in range(n_active)]
+        outcomes = [Outcome("ngram", [0.99] * plan.k, plan.k, plan.k, 1 + plan.k) for plan in plans]
+        controller.observe(outcomes, UNIT_S * (1 + 0.02 * (sum(plan.k + 1 for plan in plans) - 1)), 0.0, 0, 2)
+        lengths.append(plans[0].k)
+    assert lengths[20:30] == [16] * 10
+    assert lengths[20:].count(16) >= 18  # and two looks at plain passes
+
+
+def test_a_catch_up_over_several_rounds_is_paid_when_it_is_made_and_not_left_halfway() -> None:
+    """Ten units in eight rounds, granted while the account held one; nobody drafts meanwhile."""
+    controller = Controller(8, costs_of(flat(0.02), c=0.1, feed=0.01))
+    controller._account, controller._n_drafts = 1.0, 10
+    n_lacking = 1000
+    for _ in range(7):
+        controller.begin(1)
+        assert controller.plan(n_lacking, None, 8).kind == "draft"
+        controller.observe([Outcome("none", (), 0, 0, 1)], UNIT_S, UNIT_S * 1.28, 0, 130)
+        n_lacking -= 128
+    assert controller.costs.feed == pytest.approx(0.01)
+    assert controller._account == pytest.approx(1 - 7 * 1.28, abs=0.2)
+    controller.begin(1)
+    assert controller.plan(n_lacking, None, 8).kind == "draft"
+    assert "catching up" in controller._why_off()
 
 
 def grow(controller: Controller, confidence: float, k_max: int) -> int:
     """The length of the one draft that is being made."""
     grown: list[float] = []
-    while len(grown) < k_max and controller.may_draw(grown, confidence):
+    while len(grown) < k_max and draws(controller, grown, confidence):
         grown.append(confidence)
         controller.take(1)
         if len(grown) == k_max or not controller.may_step(grown):
@@ -300,7 +367,10 @@ def test_a_batch_has_the_funds_of_a_batch_and_neighbours_copies_are_not_charged(
         controller = trusted(2.0, c=0.05, n_active=n_active)
         plans = [controller.plan(1, None, 16).kind for _ in range(n_active)]
         assert plans == ["draft"] * n_active
-        assert all(controller.may_draw([], 0.99) for _ in range(n_active))  # none is left out for coming late
+        controller.begin_pass(n_active)
+        for _ in range(n_active):
+            controller.begin_turn()
+            assert controller.may_draw([], 0.99)  # none is left out for coming late
     controller = trusted(2.0, n_active=2)
     kind, k = controller.plan(1, [0.99] * 16, 16)
     assert (kind, k) == ("ngram", 16)
@@ -315,11 +385,13 @@ def test_a_long_catch_up_falls_due_as_slowly_as_it_was_granted() -> None:
     controller._account, controller._n_drafts, n_drafted = 8.0, 10, 0
     for i in range(250):
         controller.begin(1)
-        plan = controller.plan(1000 if i == 0 else 1, None, 1, 500 + i)
+        n_lacking = 1000 if i == 0 else 1
+        plan = controller.plan(n_lacking, None, 1, n_emitted=500 + i)
         drafts = plan.kind == "draft"
         n_drafted += drafts
         outcome = Outcome(plan.kind, [0.6] * drafts, drafts, drafts and i % 5 != 0, 1 + (drafts and i % 5 != 0))
-        controller.observe([outcome], UNIT_S * (1 + 0.1 * drafts), UNIT_S * 0.2 * drafts, int(drafts), 1)
+        draft_s = UNIT_S * (0.2 + 0.03 * max(0, n_lacking - 2)) * drafts
+        controller.observe([outcome], UNIT_S * (1 + 0.1 * drafts), draft_s, int(drafts), n_lacking if drafts else 1)
     assert n_drafted > 200
 
 
@@ -333,7 +405,7 @@ def test_no_room_no_draft() -> None:
 def test_k_max_of_one() -> None:
     controller = ready(flat(0.1), c=0.1, k_max=1, mean=0.9)
     assert controller.plan(1, None, 8) == ("draft", 1)
-    assert controller.may_draw([], 0.9)
+    assert draws(controller, [], 0.9)
     controller.take(1)
     assert not controller.may_step([0.9])
     assert ready(flat(0.1), k_max=1).plan(None, [0.9] * 4, 8) == ("ngram", 1)
@@ -364,7 +436,9 @@ def test_drafts_that_grow_together_leave_room_for_each_other() -> None:
     knee = {n: 1 + 0.005 * (n - 1) + 0.12 * max(0, n - 16) for n in (*range(1, 18), 24, 32)}
     controller = ready(knee, c=0.1, mean=0.85, n_active=8)
     assert {controller.plan(1, None, 8).kind for _ in range(8)} == {"draft"}
+    controller.begin_pass(8)
     for _ in range(8):
+        controller.begin_turn()
         assert controller.may_draw([], 0.85)
         controller.take(1)
         assert not controller.may_step([0.85])
@@ -393,7 +467,7 @@ def play(
         plan, grown, n_steps = controller.plan(n_lacking, None, 8), list[float](), 0
         while plan.kind == "draft" and len(grown) < plan.k:
             n_steps += 1
-            if not controller.may_draw(grown, confidence):
+            if not draws(controller, grown, confidence):
                 break
             grown.append(confidence)
             controller.take(1)
@@ -480,7 +554,7 @@ def test_times_that_are_never_known_change_no_decision_rule() -> None:
         controller.begin(1)
         plan = controller.plan(1, None, 4)
         n_steps = int(plan.kind == "draft")
-        grown = [0.9] if n_steps and controller.may_draw([], 0.9) else []
+        grown = [0.9] if n_steps and draws(controller, [], 0.9) else []
         controller.observe([Outcome(plan.kind, grown, len(grown), 0, 1)], 0.0, 0.0, n_steps, 1)
     gain = controller.report()["gain_tokens_per_unit"]
     assert gain == {"predicted": None, "actual": None}
@@ -646,9 +720,9 @@ def test_a_profile_brings_back_costs_and_acceptance() -> None:
     assert after.acceptance.mean == pytest.approx(0.8, abs=0.1)
     assert after._profit == pytest.approx(before._usual)
     assert after._account == min(before._account, CREDIT)  # a warm start gets no credit
-    costs = kept_by(before)["costs"]
-    few = {n: min(seen, 3) for n, seen in costs["v_samples"].items()}  # type: ignore[index]
-    assert kept_by(after)["costs"] == {**costs, "v_samples": few}  # type: ignore[dict-item]
+    costs = kept_by(before)["costs"]["0"]  # type: ignore[index]
+    few = {n: min(seen, 3) for n, seen in costs["v_samples"].items()}
+    assert kept_by(after)["costs"] == {"0": {**costs, "v_samples": few}}
 
 
 def test_new_times_outvote_a_profile() -> None:
@@ -705,21 +779,22 @@ DAMAGES: list[Callable[[dict[str, object]], object]] = [
     lambda kept: kept.clear(),
     lambda kept: kept.update(costs=None),
     lambda kept: kept.update(costs=[1, 2]),
+    lambda kept: kept.update(costs={"x": 1, "-1": {}, "99": {}, "0": None}),
     lambda kept: kept.update(acceptance="no", profit="no", account="no", drafts="no"),
     lambda kept: kept.update(profit=[1e300, -1], account=-5, drafts=-3),
     lambda kept: kept.update(profit=[90.0, 0.1], account=1e8, drafts=1e9),
     lambda kept: kept.update(profit=[1.0], account=True),
-    lambda kept: kept["costs"].update(v={"1": 1.0, "4": -2.0}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={"1": 1.0, "4": 1e5}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={"1": 3.0, "4": 2.0}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={"one": 1.0, "²": 2.0}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={"1": 1.0, "4": float("nan")}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v={"0": 1.0, "1": 1.0, "2": 1.2}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(c=-1.0, feed="x"),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v_samples=[3]),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(v_samples={"2": -1, "3": 1e9, "4": "x"}),  # type: ignore[attr-defined]
-    lambda kept: kept["costs"].update(c=10**400, feed=1e30),  # type: ignore[attr-defined]
+    lambda kept: kept["costs"]["0"].update(v={"1": 1.0, "4": -2.0}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={"1": 1.0, "4": 1e5}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={"1": 3.0, "4": 2.0}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={"one": 1.0, "²": 2.0}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={"1": 1.0, "4": float("nan")}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v={"0": 1.0, "1": 1.0, "2": 1.2}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(c=-1.0, feed="x"),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v_samples=[3]),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(v_samples={"2": -1, "3": 1e9, "4": "x"}),  # type: ignore[index]
+    lambda kept: kept["costs"]["0"].update(c=10**400, feed=1e30),  # type: ignore[attr-defined]
     lambda kept: kept["acceptance"].update(hits=[1.0]),  # type: ignore[attr-defined]
     lambda kept: kept["acceptance"].update(hits=[9.0] * 11, tries=[1.0] * 11),  # type: ignore[attr-defined]
     lambda kept: kept["acceptance"].update(tries=[1e8] * 11),  # type: ignore[attr-defined]

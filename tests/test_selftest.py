@@ -178,7 +178,8 @@ def test_noise_that_depends_on_the_draft_fails_the_seed(monkeypatch):
 def test_a_verdict_drawn_with_spent_coins_fails_the_sampled_texts(monkeypatch):
     """The law is right, but the coin that chose the length chooses the token too."""
 
-    def wrong(law, rng):
+    def wrong(law, rng, has_bonus):
+        assert has_bonus  # no dead ends here
         coin = rng.random()
         n_accepted = verify.draw_index(law.lengths, coin)
         token = law.residual(n_accepted).draw(coin)

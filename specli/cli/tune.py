@@ -107,15 +107,20 @@ def break_even(k: int, cost: float) -> float | None:
 
 
 def _print(controller: Controller, output: str) -> None:
-    costs = controller.costs
+    """Costs as measured; without a draft model the proposals are copies, which cost no pass."""
+    costs, has_model = controller.costs, controller.costs.knows_c
     rows = []
     for k in LENGTHS:
-        cost = costs.draft_cost(k, 1) + costs.v(1 + k)
+        cost = costs.v(1 + k) + (costs.draft_cost(k, 1) if has_model else 0.0)
         rows.append({"k": k, "v": costs.v(1 + k), "cost": cost, "break_even": break_even(k, cost)})
     if output == "json":
         typer.echo(json.dumps({**controller.report(), "lengths": rows}, allow_nan=False))
         return
-    typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens: {controller.acceptance.mean:.2f}")
+    if has_model:
+        mean = f"{controller.acceptance.mean:.2f}" if controller.acceptance.is_known else "none was judged"
+        typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens: {mean}")
+    else:
+        typer.echo("no draft model: copies from the text, which cost nothing to propose")
     typer.echo("  K  v(K+1)   cost  pays from acceptance")
     for row in rows:
         needed = row["break_even"]

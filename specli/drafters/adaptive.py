@@ -62,7 +62,7 @@ class AdaptiveDrafter:
         self._pending: dict[int, _Proposed] = {}
         self._foretold: dict[int, _Foretold] = {}
         self._begun: dict[int, int] = {}  # where the answer begins, tokens
-        self._n_passes, self._n_lacking = 0, 0  # of the model in this round; what the first of them fed
+        self._n_passes, self._n_lacking = 0, 0  # of the model in this round; what it fed of the text so far
 
     @property
     def busy_s(self) -> float:
@@ -72,33 +72,46 @@ class AdaptiveDrafter:
     def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
         """One draft per sequence, by whoever pays. Raises ``Cancelled`` as the model does."""
         controller, model = self.controller, self._model
-        controller.begin(len(sequences))
-        guesses = self._ngram.propose(sequences, budgets) if self._ngram else [EMPTY] * len(sequences)
-        drafts, by_model, n_behind = [EMPTY] * len(sequences), list[int](), 0
-        for i, (state, guess, budget) in enumerate(zip(sequences, guesses, budgets, strict=True)):
-            can_draft = model is not None and model.room(state, budget) > 0
-            n_lacking = model.n_lacking(state) if model is not None and can_draft else None
+        controller.begin(len(sequences), sum(len(state.tokens) for state in sequences) // len(sequences))
+        drafts, by_model = [EMPTY] * len(sequences), list[int]()
+        for i, (state, budget) in enumerate(zip(sequences, budgets, strict=True)):
+            guess, n_left = self._guess(state, budget), state.n_left
+            n_lacking = None
+            if model is not None and model.room(state, budget) > 0:
+                n_lacking = model.n_lacking(state)
+                n_left = None if n_left is None else model.room(state, n_left)
             n_emitted = len(state.tokens) - self._begun.get(state.id, len(state.tokens))
-            kind, k = controller.plan(n_lacking, _chances(guess) if self._ngram else None, budget, n_emitted)
-            if kind == "ngram":
-                sampler = self._sampler if state.verifier is None else state.verifier.sampler
-                drafts[i] = guess.first(k if sampler is None else sampler.n_allowed(state.state, guess.ids[:k]))
+            chances = _chances(guess) if self._ngram else None
+            kind, k = controller.plan(n_lacking, chances, budget, n_emitted=n_emitted, n_left=n_left)
+            if kind == "ngram" and self._ngram is not None:
+                drafts[i] = self._ngram.shortened(guess, self._n_allowed(state, guess.ids[:k]))
                 controller.take(len(drafts[i]))
-            elif kind == "draft" and model is not None and n_lacking is not None:
+            elif kind == "draft":
                 by_model.append(i)
-                n_behind += max(0, model.n_fed(n_lacking) - 2)
-            self._pending[state.id] = _Proposed(kind, _chances(drafts[i]))
+            copied = _chances(drafts[i])
+            self._pending[state.id] = _Proposed("ngram", copied) if copied else _Proposed()
             if len(guess) and state.id not in self._foretold:
                 self._foretold[state.id] = _Foretold(guess)
         if model is not None and by_model:
-            n_before = model.n_passes
+            n_passes, n_fed = model.n_passes, model.n_fed
             room = [min(budgets[i], controller.k_max) for i in by_model]
             made = model.propose([sequences[i] for i in by_model], room)
-            self._n_passes, self._n_lacking = model.n_passes - n_before, 2 + n_behind
+            self._n_passes, self._n_lacking = model.n_passes - n_passes, 2 + model.n_fed - n_fed
             for i, draft in zip(by_model, made, strict=True):
                 drafts[i] = draft
-                self._pending[sequences[i].id] = _Proposed("draft", _chances(draft))
+                if sequences[i].id not in model.waiting:
+                    self._pending[sequences[i].id] = _Proposed("draft", _chances(draft))
         return drafts
+
+    def _guess(self, state: SequenceState, budget: int) -> Draft:
+        """What the text itself proposes; nothing where not even its first token may come."""
+        [guess] = self._ngram.propose([state], [budget]) if self._ngram else [EMPTY]
+        return guess if self._n_allowed(state, guess.ids[:1]) else EMPTY
+
+    def _n_allowed(self, state: SequenceState, ids: Sequence[int]) -> int:
+        """How many of ``ids`` may come at all."""
+        sampler = self._sampler if state.verifier is None else state.verifier.sampler
+        return len(ids) if sampler is None else sampler.n_allowed(state.state, ids)
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Tell both drafters."""

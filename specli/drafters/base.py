@@ -23,7 +23,8 @@ class SequenceState:
     ``tokens`` are the committed ids, prompt first; the next token has position ``len(tokens)``. ``rng`` is the
     sequence's own stream of coins; ``seed`` feeds the counter-based noise of coupled sampling. ``state`` is what the
     sampler carries from token to token, None before the first. ``verifier``: who draws and judges this sequence's
-    tokens; None: whoever does for all that bring none.
+    tokens; None: whoever does for all that bring none. ``n_left``: tokens that may still come, by the limit and the
+    target's context; the decode loop keeps it, None before its first round.
     """
 
     id: int
@@ -32,6 +33,7 @@ class SequenceState:
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
     state: State | None = None
     verifier: Verifier | None = None
+    n_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Draft:
         return len(self.ids)
 
     def first(self, k: int) -> Draft:
-        """The first ``k`` tokens. Only point masses may be cut after they were drawn."""
+        """The first ``k`` tokens. Only point masses may be cut by what was drawn behind these."""
         confidence = None if self.confidence is None else self.confidence[:k]
         return Draft(self.ids[:k], self.distributions[:k], confidence)
 

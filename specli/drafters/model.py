@@ -21,6 +21,12 @@ from specli.sampling import Distribution, State, top_probability
 class Pacer(Protocol):
     """Says how far a draft is worth growing, from confidences only. ``controller.Controller`` is one."""
 
+    def begin_pass(self, n_chains: int) -> None:
+        """A pass for ``n_chains`` sequences, each of which then has its turn."""
+
+    def begin_turn(self) -> None:
+        """The next sequence of the pass."""
+
     def may_draw(self, confidences: Sequence[float], confidence: float) -> bool:
         """Whether to draw the token whose row shows ``confidence``, behind tokens of ``confidences``."""
 
@@ -57,6 +63,9 @@ class ModelDrafter:
     ``end_ids``: the target's; nothing is drafted behind one. ``n_vocab``: the target's; higher ids are never drafted.
     ``pacer``: may end a draft earlier, in the same places and within the same bounds as ``p_min``. ``feed_most``: where
     others wait, a proposal feeds no more tokens of what a cache lacks, and drafts for it once that is done.
+
+    ``n_passes``: draft passes so far. ``n_fed``: tokens so far that caches lacked, but for the two that a draft's first
+    pass brings anyway. ``waiting``: sequences that the last proposal did not draft for, as their caches lack too much.
     """
 
     def __init__(
@@ -74,7 +83,8 @@ class ModelDrafter:
         self._n_vocab, self._n_min, self._p_min = min(n_vocab, engine.n_vocab), n_min, p_min
         self._is_smaller = engine.n_vocab < n_vocab
         self.pacer, self._feed_most = pacer, feed_most
-        self.n_passes = 0  # draft passes so far; the first of a draft also feeds what is missing
+        self.n_passes = self.n_fed = 0
+        self.waiting: set[int] = set()
         self._drafted: dict[int, list[int]] = {}  # ids in the cache behind the committed tokens
 
     @property
@@ -102,12 +112,16 @@ class ModelDrafter:
 
     def _catch_up(self, chains: Sequence[_Chain]) -> None:
         """Feed a part of what the caches lack of long histories, and close those chains for this time."""
+        self.waiting.clear()
         left = self._feed_most
         for chain in chains if left is not None else ():
             if chain.is_open and left is not None and len(self._pending(chain)) > max(left, 2):
                 chain.is_open = False
+                self.waiting.add(chain.state.id)
                 if left > 0:
-                    self._engine.evaluate([self._slice(chain, min(left, self._engine.n_batch), 0)], interruptible=True)
+                    part = self._slice(chain, min(left, self._engine.n_batch), 0)
+                    self._engine.evaluate([part], interruptible=True)
+                    self.n_fed += len(part.tokens)
                     left = 0
 
     def room(self, state: SequenceState, budget: int) -> int:
@@ -123,10 +137,6 @@ class ModelDrafter:
     def n_lacking(self, sequence: SequenceState) -> int:
         """Committed tokens that the draft's cache does not hold yet."""
         return len(sequence.tokens) - self._engine.n_past(sequence.id)
-
-    def n_fed(self, n_lacking: int) -> int:
-        """How many of the tokens that a cache lacks one proposal feeds."""
-        return n_lacking if self._feed_most is None else min(n_lacking, self._feed_most)
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Keep what the target confirmed of the drafted tokens in the cache; roll the rest back."""
@@ -185,7 +195,10 @@ class ModelDrafter:
         if not chains:
             return []
         slices, most = [], self._engine.n_batch // len(chains)
+        if self.pacer is not None:
+            self.pacer.begin_pass(len(chains))
         for chain in chains:
+            self.n_fed += max(0, len(self._pending(chain)) - 2)
             while len(self._pending(chain)) > most:
                 self._engine.evaluate([self._slice(chain, most, 0)], interruptible)
             slices.append(self._slice(chain, most, 1))
@@ -205,6 +218,8 @@ class ModelDrafter:
 
     def _extend(self, chain: _Chain, row: Row) -> None:
         """Draw the next token, or close the chain before it is drawn; never after."""
+        if self.pacer is not None:
+            self.pacer.begin_turn()
         row = row[: self._n_vocab]
         if not chain.chooser.sampler.allows_any(chain.sampling or chain.state.state, row):
             chain.is_open = False  # a dead end of the draft is none of the text

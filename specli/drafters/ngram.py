@@ -228,6 +228,10 @@ class NgramDrafter:
         """
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
+    def shortened(self, draft: Draft, k: int) -> Draft:
+        """The first ``k`` tokens of a draft, or none where that is below ``n_min``."""
+        return draft.first(k) if k >= max(1, self._n_min) else EMPTY
+
     def _draft(self, sequence: SequenceState, budget: int) -> Draft:
         history = self._histories.get(sequence.id)
         if history is None:
@@ -255,7 +259,7 @@ class NgramDrafter:
         if ids and self._sampler is not None:
             sampler = self._sampler if sequence.verifier is None else sequence.verifier.sampler
             del ids[sampler.n_allowed(sequence.state, ids) :]
-        return Draft(ids, [None] * len(ids), np.array(rates[: len(ids)])) if len(ids) >= max(1, self._n_min) else EMPTY
+        return self.shortened(Draft(ids, [None] * len(ids), np.array(rates[: len(ids)])), len(ids))
 
     def commit(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Index ``tokens``; all but a prompt's also teach the hit rates. O(sizes) per token."""

@@ -1,0 +1,49 @@
+"""``specli tune``: what it prints was measured, and says so where there was nothing to measure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specli.cli.tune import break_even
+
+
+def test_break_even_is_where_the_tokens_are_worth_the_cost():
+    assert break_even(1, 1.3) == pytest.approx(0.3, abs=1e-6)
+    assert break_even(2, 1.0) == pytest.approx(0.0, abs=1e-6)
+    assert break_even(3, 4.0) is None
+    assert break_even(3, 3.9) == pytest.approx(0.9834, abs=1e-3)  # 1 + a + a^2 + a^3 = 3.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [(("-o", "xml"), "-o/--output got 'xml', expected one of table, json"), (("-n", "0"), "-n/--predict got 0")],
+)
+def test_bad_options(specli, arguments, line):
+    run = specli("tune", *arguments)
+    assert run.code == 2
+    assert line in run.error
+
+
+def test_a_pair_is_measured_and_its_profile_is_kept(specli, q4_0_path, draft_path):
+    arguments = ("tune", "-m", q4_0_path, "-md", draft_path, "-n", "24", "-p", "Count from one to ten.")
+    report = json.loads(specli(*arguments, "-o", "json").out)
+    assert report["c"] > 0
+    assert [row["k"] for row in report["lengths"]] == [1, 2, 3, 4, 6, 8, 12, 16]
+    for row in report["lengths"]:
+        assert row["cost"] == pytest.approx(row["v"] + row["k"] * report["c"])
+        assert row["break_even"] == break_even(row["k"], row["cost"])
+    kept = [json.loads(file.read_text()) for file in (specli.cache_home / "specli" / "profiles").glob("*.json")]
+    assert report["c"] in [profile["costs"]["0"]["c"] for profile in kept]
+    assert specli(*arguments).out.startswith(b"draft step c = ")
+
+
+def test_without_a_draft_model_no_cost_of_one_is_told(specli, q4_0_path):
+    arguments = ("tune", "-m", q4_0_path, "-n", "24", "-p", "Count from one to ten.")
+    report = json.loads(specli(*arguments, "-o", "json").out)
+    assert (report["c"], report["acceptance"], report["break_even"]) == (None, None, None)
+    assert all(row["cost"] == row["v"] for row in report["lengths"])
+    table = specli(*arguments).out.decode()
+    assert table.startswith("no draft model: copies from the text")
+    assert "acceptance of drafted tokens" not in table
