@@ -29,7 +29,7 @@ from specli.loadtest.document import load
 from specli.loadtest.measure import measure
 from specli.loadtest.prompts import Ask
 from specli.loadtest.records import Burst, Record
-from specli.loadtest.run import Step, Watch, run_step
+from specli.loadtest.run import HOPELESS, Step, Watch, run_step
 from specli.loadtest.window import Extent
 
 SHORT = LengthOptions("uniform", 10, 40)
@@ -202,6 +202,71 @@ def test_requests_that_wait_to_be_sent_are_unfinished_too(monkeypatch):
     assert run.n_unfinished > 2
 
 
+# -- a server that refuses the excess
+
+
+class FullServer:
+    """Answers so many at once after a while, and refuses the others at once; ``fails``: those that it took fail too."""
+
+    def __init__(self, n_places: int, *, fails: bool = False) -> None:
+        self.n_places, self.fails = n_places, fails
+        self.n_running = self.n_refused = 0
+
+    async def ask(self, ask: Ask, due_s: float | None, is_measured: bool) -> Record:
+        sent_s = time.monotonic()
+        error, bursts = "http 429", ()
+        if self.n_running < self.n_places:
+            self.n_running += 1
+            await asyncio.sleep(1.0)  # meanwhile the others are refused several times each
+            self.n_running -= 1
+            error = "timeout" if self.fails else None
+            bursts = () if self.fails else (Burst(time.monotonic(), 1, 1),)
+        else:
+            self.n_refused += 1
+            await asyncio.sleep(0.001)
+        due_s = sent_s if due_s is None else due_s
+        return Record(ask.index, is_measured, due_s, sent_s, time.monotonic(), bursts, output_tokens=1, error=error)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Step(32, False, Extent(32, duration_s=1.5)), Step(60.0, True, Extent(0, 0.5, duration_s=1.5), seed=1)],
+    ids=["closed", "open"],
+)
+def test_a_server_that_refuses_only_the_excess_is_measured(step):
+    server = FullServer(17)
+    run = asyncio.run(run_step(server, step, asks(), Watch()))
+    good = [record for record in run.records if record.error is None]
+    assert server.n_refused > 2 * 15 >= HOPELESS
+    assert not run.hopeless
+    assert sum(record.is_measured for record in good) >= 17
+    assert run.ended_s - run.started_s == pytest.approx(1.5)
+    if not step.is_open:  # refusals warm nothing up
+        assert sum(record.ended_s <= run.started_s for record in good) >= 32
+
+
+def test_when_those_under_way_have_failed_too_it_is_given_up():
+    server = FullServer(4, fails=True)
+    run = asyncio.run(run_step(server, Step(8, False, Extent(8)), asks(), Watch()))
+    assert (run.hopeless, run.started_s) == (True, None)
+    assert sum(record.error == "timeout" for record in run.records) >= 4
+    looks = itertools.count()
+    began_s = time.monotonic()
+    watch = Watch(stopped=lambda: next(looks) >= 3)  # Ctrl-C while they are waited for
+    run = asyncio.run(run_step(FullServer(4, fails=True), Step(8, False, Extent(8)), asks(), watch))
+    assert (run.stopped, run.hopeless) == (True, False)
+    assert max(record.ended_s for record in run.records) - began_s < 1.0
+
+
+def test_a_server_that_stops_working_while_it_warms_up_is_measured_as_it_is():
+    with running(behave=lambda i, _body: Script(status=503) if i >= 3 else Script()) as server:
+        wanted = options(server, concurrency=(4,), n_requests=5)
+        with pytest.raises(ServerError) as caught:
+            measure(wanted)
+    told = str(caught.value).partition(": ")[2]
+    assert told == ("no measured request succeeded (of the warm-up 3 did); of 5 at concurrency 4, 5 gave http 503 (no)")
+
+
 # -- the search
 
 
@@ -312,7 +377,9 @@ def test_nothing_works():
     with running(models_status=404) as server, pytest.raises(ServerError, match=r"gave http 404.*without /v1"):
         measure(options(server))
     with running(behave=lambda _i, _body: Script(status=503, said="busy")) as server:
-        with pytest.raises(ServerError, match=r"no request succeeded; of 6 at concurrency 2, 6 gave http 503 \(busy\)"):
+        with pytest.raises(
+            ServerError, match=r"no request succeeded; of (8|9) at concurrency 2, \1 gave http 503 \(busy\)"
+        ):
             measure(options(server))
         assert len(server.asked) < 20  # it was not asked on and on
     with running() as server, pytest.raises(ServerError, match="/v1/models gave tls"):

@@ -231,9 +231,9 @@ def test_an_event_is_given_as_soon_as_it_is_whole():
 def test_a_window_begins_after_the_warm_up_and_takes_so_many():
     window = SteadyWindow(Extent(warmup_requests=2, n_requests=2), 10.0)
     assert [window.take(10.0), window.take(10.0)] == [False, False]
-    window.note_end(11.0)
+    window.note_success(11.0)
     assert window.take(11.0) is False
-    window.note_end(12.0)
+    window.note_success(12.0)
     assert window.started_s == 12.0
     assert [window.take(12.0), window.take(13.0)] == [True, True]
     assert window.fraction(13.0) == 1.0

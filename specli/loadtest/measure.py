@@ -56,6 +56,7 @@ class _Campaign:
         self._tag = secrets.token_hex(3)
         self._was_stopped = False
         self._has_metrics = False
+        self._n_good = 0  # requests that succeeded, those of the warm-up too
 
     async def run(self) -> LoadReport:
         started_s = time.monotonic()
@@ -110,6 +111,7 @@ class _Campaign:
         step = Step(load, options.is_open, extent_of(options, load), options.seed)
         run = await run_step(client, step, writer.asks(len(self._steps)), self._watch, label)
         self._was_stopped = run.stopped
+        self._n_good += sum(record.error is None for record in run.records)
         after = None if run.stopped else counters(await client.metrics() or "")
         self._has_metrics = self._has_metrics or before is not None
         found = figures(run, load, options.is_open, self._bounds, between(before, after))
@@ -153,9 +155,10 @@ class _Campaign:
         if failed is not None:
             kind, n = next(iter(failed.errors.items()))
             said = f" ({failed.said[kind]})" if failed.said.get(kind) else ""
+            which = f"no measured request succeeded (of the warm-up {self._n_good} did)"
             raise ServerError(
-                f"--url {shown_url(self._options.url)}: no request succeeded; of {sum(failed.errors.values())} at "
-                f"{load_words(failed)}, {n} gave {kind}{said}"
+                f"--url {shown_url(self._options.url)}: {which if self._n_good else 'no request succeeded'}; of "
+                f"{sum(failed.errors.values())} at {load_words(failed)}, {n} gave {kind}{said}"
             )
         if self._ending == "time":
             raise ConfigError(

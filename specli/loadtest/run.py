@@ -3,6 +3,8 @@
 A closed loop keeps exactly so many requests in flight: each is followed at once by another, but for a short pause
 after a failure, lest a server that refuses is asked thousands of times a second. An open loop sends each request when
 it arrives, however many are in flight; one that was due in the window is sent however late this machine is.
+
+A server that is full refuses at once and answers late: refusals say nothing before what was under way has ended too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from specli.loadtest.window import Extent, SteadyWindow
 TICK_S = 0.05
 _TICKS_SHOWN = 5  # from one showing of the progress to the next, which costs time that is being measured
 AFTER_FAILURE_S = 0.1
-HOPELESS = 8  # failures, at least, before a load on which nothing works is given up
+HOPELESS = 8  # failures in a row, at least, before it is asked whether anything works
 
 
 class Asker(Protocol):
@@ -103,6 +105,9 @@ class _Running:
         self.window = SteadyWindow(step.extent, time.monotonic())
         self.is_hopeless = False
         self._has_success = False
+        self._n_failed = 0  # since the last success
+        self._in_flight: set[int] = set()
+        self._hopes: set[int] | None = None  # what was in flight when patience ran out, and has not ended
         self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
 
     async def closed_loop(self) -> None:
@@ -149,15 +154,34 @@ class _Running:
             await self._one(due_s, is_measured)
 
     async def _one(self, due_s: float | None, is_measured: bool) -> Record:
-        record = await self._asker.ask(next(self._asks), due_s, is_measured)
+        ask = next(self._asks)
+        self._in_flight.add(ask.index)
+        record = await self._asker.ask(ask, due_s, is_measured)
+        self._in_flight.discard(ask.index)
         self.records.append(record)
-        self.window.note_end(record.ended_s)
-        self._has_success = self._has_success or record.error is None
+        if record.error is None:
+            self._has_success, self._n_failed, self._hopes = True, 0, None
+            self.window.note_success(record.ended_s)
+        else:
+            self._note_failure(record)
+        return record
+
+    def _note_failure(self, record: Record) -> None:
+        """Give up where nothing ever worked; a server that no longer works is warm enough, and measured as it is."""
+        self._n_failed += 1
         patience = max(HOPELESS, 0 if self._step.is_open else 2 * int(self._step.load))
-        if not self._has_success and len(self.records) >= patience:
+        if self._hopes is None and self._n_failed >= patience:
+            self._hopes = set(self._in_flight)
+        if self._hopes is None:
+            return
+        self._hopes.discard(record.index)
+        if self._hopes:
+            return
+        if self._has_success:
+            self.window.begin(record.ended_s)
+        else:
             self.is_hopeless = True
             self.window.close(record.ended_s)
-        return record
 
     async def _all(self, tasks: list[asyncio.Task[None]]) -> None:
         """Wait for ``tasks``; cancelled, cancel them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long: warm-up in requests that ended or seconds, the measured part in requests or seconds."""
+    """How long: warm-up in requests that ended well or seconds, the measured part in requests or seconds."""
 
     warmup_requests: int = 0
     warmup_s: float = 0.0
@@ -23,7 +23,7 @@ class SteadyWindow:
         self.started_s: float | None = None
         self.ended_s: float | None = None
         self.n_measured = 0
-        self._n_ended = 0
+        self._n_good = 0
         self._start_if_warm(begun_s)
 
     def take(self, at_s: float) -> bool | None:
@@ -50,10 +50,15 @@ class SteadyWindow:
             if at_s >= end_s:
                 self.ended_s = end_s
 
-    def note_end(self, at_s: float) -> None:
-        """A request has ended."""
-        self._n_ended += 1
+    def note_success(self, at_s: float) -> None:
+        """A request has ended well. What a server refuses warms nothing up."""
+        self._n_good += 1
         self._start_if_warm(at_s)
+
+    def begin(self, at_s: float) -> None:
+        """Warm enough, whatever was planned."""
+        if self.started_s is None and self.ended_s is None:
+            self.started_s = at_s
 
     def close(self, at_s: float) -> None:
         """No more, whatever was planned."""
@@ -69,7 +74,7 @@ class SteadyWindow:
         return min(max(done, 0.0), 1.0)
 
     def _start_if_warm(self, at_s: float) -> None:
-        if self.started_s is None and self.ended_s is None and self._n_ended >= self.extent.warmup_requests:
+        if self.started_s is None and self.ended_s is None and self._n_good >= self.extent.warmup_requests:
             ready_s = self.begun_s + self.extent.warmup_s
             if at_s >= ready_s:
-                self.started_s = ready_s if self.extent.warmup_requests == 0 else at_s
+                self.begin(ready_s if self.extent.warmup_requests == 0 else at_s)
