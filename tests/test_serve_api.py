@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,9 @@ from specli.config import GenerationOptions, TemplateOptions
 from specli.errors import EngineError, Unavailable
 from specli.events import Finished
 from specli.exact import Proof
-from specli.serve.app import _failure
+from specli.serve.app import N_HELPING, _failure
+from specli.serve.prompts import Prompts
+from specli.serve.protocol import MAX_TOKENS
 from specli.session import Session
 
 pytestmark = pytest.mark.model
@@ -550,6 +553,38 @@ def test_tokens_of_a_text(server) -> None:
         isinstance(piece["piece"], list) for piece in pieces
     )
     error(post("/detokenize", json={"tokens": [49152]}), 400, "tokens")
+
+
+def test_tokens_are_answered_up_to_a_bound(session) -> None:
+    """A million byte tokens with their pieces were 7 seconds in which nothing else ran, and 1.5 GB."""
+    with serving(session) as server:
+        post, most = server.http.post, MAX_TOKENS
+        for rest in ({}, {"with_pieces": True}):
+            found = error(post("/tokenize", json={"content": "\U00013000" * 32_769, **rest}), 400, "content")
+            assert found == f"content has 131076 tokens, expected at most {most}; send it in parts"
+        assert len(post("/tokenize", json={"content": "\U00013000" * 32_768}).json()["tokens"]) == most
+        found = error(post("/tokenize", json={"content": "ä" * 2**19 + "a"}), 400, "content")
+        assert found.startswith("content: has 1048577 bytes, expected at most 1048576; send it in parts")
+        found = error(post("/detokenize", json={"tokens": [1] * (most + 1)}), 400, "tokens")
+        assert found == f"tokens: has {most + 1} entries, expected at most {most}"
+        assert post("/detokenize", json={"tokens": [1] * most}).status_code == 200
+        error(post("/apply-template", json={"messages": [user("a")] * 100_000}), 400, "messages")
+
+
+def test_few_texts_are_tokenized_at_once(session, monkeypatch) -> None:
+    running, seen = set(), []
+
+    def plain(_self, text, *_more):
+        running.add(text)
+        seen.append(len(running))
+        time.sleep(0.02)
+        running.discard(text)
+        return []
+
+    monkeypatch.setattr(Prompts, "plain", plain)
+    with serving(session) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        [*pool.map(lambda i: server.http.post("/tokenize", json={"content": str(i)}), range(24))]
+    assert (len(seen), max(seen)) == (24, N_HELPING)
 
 
 def test_control_texts_without_number_are_refused(session) -> None:

@@ -53,6 +53,7 @@ Route = TypeVar("Route", bound=Callable[..., Awaitable[object]])
 Asked = TypeVar("Asked", bound=BaseModel)
 LOGGER = logging.getLogger("specli.serve")
 N_VERIFIERS = 64  # sampling settings whose verifiers are kept
+N_HELPING = 2  # answers of the tokenizing routes that are worked out at once; the others wait
 
 
 class Service:
@@ -384,7 +385,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 def _add_helpers(app: FastAPI, service: Service) -> None:
     """llama-server's tokenizing routes."""
-    session = service.session
+    session, helping = service.session, asyncio.Semaphore(N_HELPING)
 
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
@@ -398,7 +399,8 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
             pieces = [{"id": token, "piece": _piece(session.model.special_piece(token))} for token in ids]
             return JSONResponse({"tokens": pieces})
 
-        return await run_in_threadpool(reply)
+        async with helping:
+            return await run_in_threadpool(reply)
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
@@ -411,12 +413,15 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
             text = b"".join(map(session.model.special_piece, tokens)).decode("utf-8", "replace")
             return JSONResponse({"content": text})
 
-        return await run_in_threadpool(reply)
+        async with helping:
+            return await run_in_threadpool(reply)
 
     @app.post("/apply-template")
     async def apply_template(request: Request) -> Json:
         asked = await _asked(ApplyTemplateRequest, request)
-        return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
+        asked.check_limits(service.options)
+        async with helping:
+            return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
 
 
 def _getting(app: FastAPI) -> Callable[[str], Callable[[Route], Route]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from specli.errors import ConfigError
-from specli.serve.protocol import ApplyTemplateRequest, ChatRequest, CompletionRequest, Refusal
+from specli.serve.protocol import MAX_TOKENS, ApplyTemplateRequest, ChatRequest, CompletionRequest, Refusal
 from specli.session import Session
 
 MAX_PARSED = 8192  # control texts in one /tokenize
@@ -41,12 +41,15 @@ class Prompts:
             raise Refusal(_said(error), "messages") from error
 
     def plain(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Ids of any text, whatever its length. Raises ``Refusal`` for too many control texts."""
+        """Ids of any text, for the context or not. Raises ``Refusal`` for too many, or too many control texts."""
         n_parsed = self._n_parsed(text)
         if n_parsed > MAX_PARSED:
             found = f"content has {n_parsed} control texts, expected at most {MAX_PARSED}; send it in parts"
             raise Refusal(found, "content")
-        return self._session.model.tokenize(text, add_special, parse_special)
+        ids = self._session.model.tokenize(text, add_special, parse_special)
+        if len(ids) > MAX_TOKENS:
+            raise Refusal(f"content has {len(ids)} tokens, expected at most {MAX_TOKENS}; send it in parts", "content")
+        return ids
 
     def _chat(self, asked: ChatRequest) -> list[int]:
         messages = [message.message() for message in asked.messages]

@@ -29,7 +29,8 @@ from specli.chat import Message
 from specli.config import SamplingOptions, ServeOptions
 
 MAX_STOP = 500  # characters of a stop string: looking for its beginning takes their square, for each token
-MAX_TEXT = 1 << 20  # characters for /tokenize
+MAX_TEXT = 1 << 20  # bytes of UTF-8 for /tokenize
+MAX_TOKENS = 1 << 17  # that /tokenize answers and /detokenize takes: as JSON they hold the process 0.2 s
 MAX_SCHEMA = 64 << 10  # characters of a JSON schema
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
@@ -99,11 +100,21 @@ def _require_schema(given: object) -> object:
     return given
 
 
-def _require_few(given: object) -> object:
-    """Before each entry is looked at."""
-    if isinstance(given, dict) and len(given) > MAX_BIASES:
-        raise ValueError(f"has {len(given)} entries, expected at most {MAX_BIASES}")
-    return given
+def _at_most(most: int) -> BeforeValidator:
+    """Entries of a list or an object; before each of them is looked at."""
+
+    def require(given: object) -> object:
+        if isinstance(given, dict | list) and len(given) > most:
+            raise ValueError(f"has {len(given)} entries, expected at most {most}")
+        return given
+
+    return BeforeValidator(require)
+
+
+def _require_short(text: str) -> str:
+    if (n_bytes := len(text.encode())) > MAX_TEXT:
+        raise ValueError(f"has {n_bytes} bytes, expected at most {MAX_TEXT}; send it in parts")
+    return text
 
 
 class StreamOptions(_Model):
@@ -185,9 +196,7 @@ class Sampling(_Model):
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], BeforeValidator(_require_few)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
@@ -282,6 +291,11 @@ class Sampling(_Model):
         return self.max_tokens
 
 
+def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> None:
+    if len(messages) > options.max_messages:
+        raise Refusal(f"messages has {len(messages)} of them, expected at most {options.max_messages}", "messages")
+
+
 class ChatRequest(Sampling):
     """``/v1/chat/completions``."""
 
@@ -311,9 +325,7 @@ class ChatRequest(Sampling):
     def check_limits(self, options: ServeOptions) -> None:
         """See ``Sampling``."""
         super().check_limits(options)
-        if len(self.messages) > options.max_messages:
-            found = f"messages has {len(self.messages)} of them, expected at most {options.max_messages}"
-            raise Refusal(found, "messages")
+        _check_messages(self.messages, options)
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), Field(min_length=1)]
@@ -353,7 +365,7 @@ class CompletionRequest(Sampling):
 class TokenizeRequest(_Model):
     """``/tokenize`` (llama-server)."""
 
-    content: Annotated[Text, Field(max_length=MAX_TEXT)]
+    content: Annotated[Text, AfterValidator(_require_short)]
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -362,13 +374,17 @@ class TokenizeRequest(_Model):
 class DetokenizeRequest(_Model):
     """``/detokenize`` (llama-server)."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), _at_most(MAX_TOKENS)]
 
 
 class ApplyTemplateRequest(_Model):
     """``/apply-template`` (llama-server)."""
 
     messages: Messages
+
+    def check_limits(self, options: ServeOptions) -> None:
+        """See ``Sampling``."""
+        _check_messages(self.messages, options)
 
 
 def parse(kind: type[_Asked], body: bytes) -> _Asked:
