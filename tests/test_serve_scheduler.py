@@ -19,7 +19,7 @@ from specli.events import Event, Failed, Finished, PrefillDone, RoundDone, Text
 from specli.sampling import Sampler
 from specli.serve.job import Job
 from specli.serve.metrics import Metrics
-from specli.serve.pace import Pace, Sla, Window
+from specli.serve.pace import Pace
 from specli.serve.scheduler import Scheduler
 from specli.stats import Stats
 from specli.verify import make_verifier
@@ -461,94 +461,3 @@ def test_random_arrivals_departures_and_failures_leave_nothing_behind(server):
     )
     assert finished + value(scheduler, 'specli_requests_refused_total{kind="engine"}') == 200
     assert value(scheduler, "specli_generation_tokens_total") == sum(client.n_tokens for client in clients)
-
-
-# -- pace
-
-
-def test_a_prompt_gets_what_the_usual_round_leaves():
-    pace = Pace()
-    assert pace.chunk(0, 512) == 512, "nobody waits for a round"
-    assert pace.chunk(2, 512) == 16, "nothing is known yet"
-    pace.observe_chunk(100, 0.1)  # 1 ms per token
-    pace.observe_round(2, 2, 0.02, 0.0)
-    assert pace.chunk(2, 512) == 40  # twice the round
-    for _ in range(3):
-        pace.observe_chunk(1, 0.02)
-    assert pace.chunk(2, 512) == 40, "a single token tells what a pass costs, not what a token does"
-    assert pace.chunk(2, 8) == 8
-    assert Pace(is_chunked=False).chunk(2, 512) == 512
-
-
-def test_a_bound_on_tpot_decides_what_a_prompt_gets_and_who_comes_in():
-    pace = Pace(Sla(tpot_ms=50))
-    assert pace.may_admit(3, 0.0), "nothing is known yet"
-    pace.observe_chunk(1000, 1.0)
-    for _ in range(3):
-        pace.observe_round(2, 4, 0.06, 0.0)  # 2 tokens each: 30 ms per token
-    assert pace.chunk(2, 512) == 40  # 100 ms for two tokens, 60 taken
-    pace.observe_round(3, 3, 9.0, 0.0)
-    assert pace.may_admit(2, 0.0), "one slow round is no news"
-    for _ in range(3):
-        pace.observe_round(3, 3, 0.06, 1.0)
-    assert pace.may_admit(1, 1.0)
-    assert not pace.may_admit(2, 1.0)
-    assert pace.may_admit(2, 20.0), "what was too slow is tried again"
-    assert pace.may_admit(0, 1.0), "somebody is always answered"
-    assert Pace().may_admit(100, 0.0)
-
-
-def test_a_bound_on_ttft_hurries_a_prompt_that_can_still_keep_it():
-    pace = Pace(Sla(ttft_ms=1000))
-    pace.observe_chunk(1000, 1.0)  # 1 ms per token
-    pace.observe_round(1, 1, 0.02, 0.0)
-    assert pace.chunk(1, 512, n_left=100, waited_s=0.0) == 40, "there is time enough"
-    assert pace.chunk(1, 512, n_left=500, waited_s=0.4) in (100, 101)  # 5 chunks and rounds in the 600 ms that are left
-    assert pace.chunk(1, 512, n_left=500, waited_s=0.6) == 40, "too late: nobody else need suffer"
-
-
-def test_the_last_minute_decides_whether_a_bound_is_broken():
-    pace = Pace(Sla(ttft_ms=100))
-    assert pace.p95(0.0) == (None, None)
-    assert pace.broken(0.0) == {"ttft": False}
-    for i in range(19):
-        pace.observe_answer(float(i), 0.05, 10.0)
-    pace.observe_answer(19.0, 5.0, None)
-    assert pace.p95(20.0) == (pytest.approx(50.0), pytest.approx(10.0))
-    pace.observe_answer(20.0, 5.0, 10.0)
-    assert pace.broken(21.0) == {"ttft": True}
-    assert pace.broken(100.0) == {"ttft": False}, "a minute later nothing of it counts"
-
-
-def test_those_who_got_nothing_in_time_break_a_bound_too():
-    pace = Pace(Sla(ttft_ms=1000))
-    pace.observe_departure(1.0, 0.5)
-    assert pace.p95(1.0) == (None, None), "who left before the bound tells nothing of it"
-    pace.observe_departure(2.0, 5.0)
-    assert pace.broken(2.0) == {"ttft": True}
-
-
-def test_a_window_may_be_read_while_it_is_written():
-    window = Window()
-    is_over = threading.Event()
-
-    def read() -> None:
-        while not is_over.is_set():
-            window.total(1e9)
-            window.quantile(0.0)
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for i in range(20_000):
-        window.add(float(i % 7), 1.0)
-    is_over.set()
-    for reader in readers:
-        reader.join()
-    assert window.total(0.0) == window.total(0.0)
-
-
-def test_a_full_queue_is_worth_half_the_answers_before_it():
-    assert Pace().wait_s(8, 4, 10.0) == 10
-    assert Pace().wait_s(0, 4, None) == 1
-    assert Pace().wait_s(10_000, 1, 100.0) == 600

@@ -4,6 +4,8 @@ Pure: it is told times and outcomes, and decides. Without bounds (SLA) a prompt 
 of the answers under way to ``STRETCH`` times the usual one. With a bound on TPOT it may take what the bound leaves; an
 answer is let in while the round that it makes longer still keeps the bound.
 
+Where there may be more answers than ever proved fine is tried, one step at a time, and judged before the next one.
+
     TTFT   arrival -> first token (waiting included)
     TPOT   (last - first token) / (n - 1), ms
 """
@@ -23,7 +25,8 @@ LEVEL = 0.95
 N_KEPT = 1 << 15  # values of a window: 500 a second
 N_SAMPLES = 9  # rounds or chunks whose median counts: a slow moment among them changes nothing
 N_SURE = 3  # rounds with so many answers that tell whether there may be so many
-RETRY_S = 10.0  # after which what was too slow is tried once more
+RETRY_S = 10.0  # for which a verdict on so many answers holds; what was too slow is tried again then
+RETRY_MOST_S = 600.0  # twice as long each time that it is too slow again: a try costs its answers the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,18 @@ class Sla:
 
 @dataclass(slots=True)
 class _Rounds:
-    """Rounds with the same number of answers. ``tokens``: that each of these got. ``last_s``: when there was one."""
+    """Rounds with the same number of answers. ``tokens``: that each of these got. ``last_s``: when there was one.
+
+    ``fine_s``: when they last kept the bound on TPOT. ``barred_s``: until when they count as too slow; ``wait_s``: for
+    how long that is.
+    """
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=N_SAMPLES))
     tokens: deque[float] = field(default_factory=lambda: deque(maxlen=4 * N_SAMPLES))
-    last_s: float = 0.0
+    last_s: float = -math.inf
+    fine_s: float = -math.inf
+    barred_s: float = -math.inf
+    wait_s: float = 0.0
 
     @property
     def usual_s(self) -> float:
@@ -66,9 +76,29 @@ class Pace:
         if n_sequences < 1:
             return
         rounds = self._rounds.setdefault(n_sequences, _Rounds())
+        if at_s - rounds.last_s > RETRY_S:  # a new try is judged by itself
+            rounds.seconds.clear()
+            rounds.tokens.clear()
         rounds.seconds.append(seconds)
         rounds.tokens.append(max(1.0, n_emitted / n_sequences))
         rounds.last_s = at_s
+        if self.sla.tpot_ms is not None and len(rounds.seconds) >= N_SURE:
+            self._judge(n_sequences, rounds, self.sla.tpot_ms, at_s)
+
+    def _judge(self, n_sequences: int, rounds: _Rounds, bound_ms: float, at_s: float) -> None:
+        """Whether so many answers keep the bound. Where they do, fewer do; where they do not, more do not either."""
+        n_known = len(rounds.seconds)
+        if 1000 * rounds.usual_s / rounds.usual_tokens > bound_ms:
+            factor = 2 if n_known == N_SURE else 1  # once per try
+            rounds.wait_s = min(max(RETRY_S, factor * rounds.wait_s), RETRY_MOST_S)
+            rounds.barred_s, rounds.fine_s = at_s + rounds.wait_s, -math.inf
+            return
+        rounds.fine_s = at_s
+        if n_known == N_SAMPLES:
+            rounds.wait_s = 0.0
+        for n, fewer in self._rounds.items():
+            if n <= n_sequences:
+                fewer.barred_s = -math.inf
 
     def observe_chunk(self, n_tokens: int, seconds: float) -> None:
         """Evaluating ``n_tokens`` of a prompt took ``seconds``. A few tokens tell the price of a pass, not theirs."""
@@ -126,14 +156,14 @@ class Pace:
     def may_admit(self, n_active: int, now_s: float) -> bool:
         """Whether one more answer beside ``n_active`` keeps the bound on TPOT, as far as is known.
 
-        What was too slow is tried again after a while: what slowed it may be over.
+        One more than is known to be fine is a try: nobody else is let in until it is judged. What was too slow, and
+        whatever is more, is tried again after a while: what slowed it may be over.
         """
         if self.sla.tpot_ms is None or n_active == 0:
             return True
-        known = self._rounds.get(n_active + 1)
-        if known is None or len(known.seconds) < N_SURE or now_s - known.last_s > RETRY_S:
-            return True
-        return 1000 * known.usual_s / known.usual_tokens <= self.sla.tpot_ms
+        if any(n <= n_active + 1 and now_s <= rounds.barred_s for n, rounds in self._rounds.items()):
+            return False
+        return any(n >= n_active and now_s - rounds.fine_s <= RETRY_S for n, rounds in self._rounds.items())
 
     def _nearest(self, n: int) -> _Rounds | None:
         """Rounds over ``n`` sequences or, where there were none, the nearest number of them."""
