@@ -32,6 +32,7 @@ import specli as package
 from specli.cli.main import application
 from specli.cli.serve_flags import OPERATIONS
 from specli.serve.metrics import Metrics
+from specli.serve.server import DRAIN_S
 
 ROOT = Path(package.__file__).parent.parent
 README = ROOT / "README.md"
@@ -419,7 +420,7 @@ def test_the_unit_is_hardened_and_outlasts_the_drain(serve):
     assert found["LoadCredential"].startswith("api-keys:/")
     assert not any("key=" in value.lower() for name, value in unit() if name == "Environment")
     answer_s = int(words[words.index("--timeout") + 1].removesuffix("s"))
-    assert answer_s < int(found["TimeoutStopSec"].removesuffix("s")) <= answer_s + 60
+    assert answer_s + DRAIN_S < int(found["TimeoutStopSec"].removesuffix("s")) <= answer_s + 60
     known = {name for param in serve.params for name in param.opts}
     assert {word for word in words if word.startswith("--")} <= known
 

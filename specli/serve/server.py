@@ -22,10 +22,12 @@ from specli.session import Session
 
 LOGGER = logging.getLogger("specli.serve")
 _KEEP_ALIVE_S = 75
+_N_AHEAD = 1 << 16  # bytes that may be sent ahead of an answer
+DRAIN_S = 15.0  # beside --timeout: to deliver what was answered in time (the systemd unit waits a little longer)
 
 
 class Protocol(H11Protocol):
-    """A connection. Who takes too long to send a request, or to read an answer, is cut off."""
+    """A connection. Who takes too long to send a request, or stops reading an answer, is cut off."""
 
     arrival_s, stall_s = 60.0, 60.0
 
@@ -35,12 +37,16 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # whatever is unread is told to ``pause_writing``
         self._arriving = self.loop.call_later(self.arrival_s, transport.abort)
 
-    def data_received(self, data: bytes) -> None:
-        """See ``asyncio.Protocol``."""
-        super().data_received(data)
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+    def handle_events(self) -> None:
+        """See uvicorn: of what came, and of what was sent ahead once its turn comes."""
+        super().handle_events()
+        state = self.conn.their_state
+        if state is h11.DONE and len(self.conn.trailing_data[0]) < _N_AHEAD:
+            self.flow.resume_reading()  # uvicorn stops at a request sent ahead, and would not see its client leave
+        if state is h11.SEND_BODY or (state is h11.IDLE and self.timeout_keep_alive_task is None):
             self._arriving = self._arriving or self.loop.call_later(self.arrival_s, self.transport.abort)
         elif self._arriving is not None:
             self._arriving.cancel()
@@ -49,7 +55,19 @@ class Protocol(H11Protocol):
     def pause_writing(self) -> None:
         """See ``asyncio.Protocol``."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        """Look again in a while: whoever has read nothing by then is cut off."""
+        n_unread = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < n_unread:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._stalled = self.loop.call_later(self.stall_s, look)
 
     def resume_writing(self) -> None:
         """See ``asyncio.Protocol``."""
@@ -72,13 +90,13 @@ def _is_news(entry: logging.LogRecord) -> bool:
 
 
 class Server(uvicorn.Server):
-    """The first signal drains, the second stops at once (SIGTERM as well as SIGINT)."""
+    """The first signal drains, for ``drain_s`` at most; the second stops at once (SIGTERM as well as SIGINT)."""
 
     was_forced = False
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], drain_s: float) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._drain_s = ready, drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; then tell that clients may come, and signals are understood. Raises ``ConfigError``."""
@@ -88,13 +106,28 @@ class Server(uvicorn.Server):
             raise ConfigError(f"the port cannot be listened at: {error.strerror or error}; give another") from error
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn, which would wait for ever for a client that keeps its connection."""
+        deadline = asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+
+    def _give_up(self) -> None:
+        LOGGER.warning("not everything was finished in %.0f s: stopping at once", self._drain_s)
+        self._stop_now()
+
+    def _stop_now(self) -> None:
+        self.force_exit = self.was_forced = True
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        for connection in list(self.server_state.connections):  # or their answers would be waited for
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn."""
         if self.should_exit:
-            self.force_exit = self.was_forced = True
-            logging.getLogger("uvicorn.error").addFilter(_is_news)
-            for connection in list(self.server_state.connections):  # or their answers would be waited for
-                connection.loop.call_soon_threadsafe(connection.transport.abort)
+            self._stop_now()
         else:
             LOGGER.warning("stopping: answers under way are finished first; once more stops at once")
         self.should_exit = True
@@ -143,7 +176,7 @@ def assemble(
         timeout_keep_alive=_KEEP_ALIVE_S,
         headers=[("Server", "specli")],
     )
-    return Server(config, ready), scheduler
+    return Server(config, ready, options.timeout_s + DRAIN_S), scheduler
 
 
 def serve(
