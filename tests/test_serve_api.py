@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import openai
@@ -20,7 +21,7 @@ from specli.config import GenerationOptions, TemplateOptions
 from specli.errors import EngineError, Unavailable
 from specli.events import Finished
 from specli.exact import Proof
-from specli.serve.app import N_HELPING, _failure
+from specli.serve.app import N_HELPING, Service, _EventStream, _failure
 from specli.serve.prompts import Prompts
 from specli.serve.protocol import MAX_TOKENS
 from specli.session import Session
@@ -174,6 +175,36 @@ def test_json_object(client) -> None:
     assert answer.choices[0].message.content.lstrip().startswith("{")
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(answer.choices[0].message.content), dict)
+
+
+def pieces_with(session, mark: bytes) -> dict[str, int]:
+    """A ``logit_bias`` against all tokens with ``mark``."""
+    return {str(token): -100 for token in range(session.engine.n_vocab) if mark in session.model.piece(token)}
+
+
+REFUSED, FINISHED = 'specli_requests_refused_total{{kind="{}"}}', 'specli_requests_finished_total{{reason="{}"}}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_allows_no_token_is_the_clients_fault(server, session, stream: bool) -> None:
+    before = [server.counter(REFUSED.format(kind)) for kind in ("invalid", "engine")]
+    asked = {"response_format": {"type": "json_object"}, "logit_bias": pieces_with(session, b"{"), "stream": stream}
+    told = error(server.chat(**asked), 400, "response_format")
+    assert told.startswith("response_format with logit_bias: the grammar allows no token behind")
+    after = [server.counter(REFUSED.format(kind)) for kind in ("invalid", "engine")]
+    assert after == [before[0] + 1, before[1]]
+
+
+def test_a_request_that_comes_to_a_dead_end_is_told_in_its_stream(server, session) -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "empty", "schema": schema}}
+    before = [server.counter(REFUSED.format(kind)) for kind in ("invalid", "engine")]
+    reply = server.chat(response_format=wanted, logit_bias=pieces_with(session, b"}"), stream=True)
+    assert reply.status_code == 200
+    told = json.loads(reply.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert (told["type"], told["param"]) == ("invalid_request_error", "response_format")
+    after = [server.counter(REFUSED.format(kind)) for kind in ("invalid", "engine")]
+    assert after == [before[0] + 1, before[1]]
 
 
 def test_what_a_schema_says_beyond_its_grammar_is_told(server) -> None:
@@ -720,6 +751,45 @@ def test_gone_while_waiting_for_an_answer(server, leave: Callable[[socket.socket
     server.wait_idle()
     assert server.counter("specli_requests_aborted_total") == before + 2
     made.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_given_up_for_one_that_failed_have_not_left(server, monkeypatch, stream: bool) -> None:
+    names = (REFUSED.format("timeout"), FINISHED.format("cancelled"), "specli_requests_aborted_total")
+    before = [server.counter(name) for name in names]
+    make = Service._job
+
+    def hurried(self, asked, sampling, verifier, prompt, attempt, arrived_s, deliver):
+        job = make(self, asked, sampling, verifier, prompt, attempt, arrived_s, deliver)
+        return replace(job, deadline_s=arrived_s + 0.3) if attempt == 0 else job
+
+    monkeypatch.setattr(Service, "_job", hurried)
+    reply = server.complete(**ENDLESS, n=N_SLOTS, stream=stream)
+    assert reply.status_code == 504 or '"timeout_error"' in reply.text
+    server.wait_idle()
+    assert [server.counter(name) for name in names] == [before[0] + 1, before[1] + N_SLOTS - 1, before[2]]
+
+
+def test_gone_before_the_stream_begins() -> None:
+    """While its head waits for a client that does not read what came before: there is no generator to close yet."""
+    seen: list[str] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        seen.append("begun")
+        yield b""
+
+    async def leave() -> None:
+        seen.append("left")
+
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    async def send(_message: object) -> None:
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(_EventStream(events(), leave, {})(scope, receive, send))
+    assert seen == ["left"]
 
 
 def test_gone_during_the_prompt(server, session) -> None:

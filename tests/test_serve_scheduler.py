@@ -19,7 +19,7 @@ from specli.events import Event, Failed, Finished, PrefillDone, RoundDone, Text
 from specli.sampling import Sampler
 from specli.serve.job import Job
 from specli.serve.metrics import Metrics
-from specli.serve.pace import Pace
+from specli.serve.pace import Pace, Sla
 from specli.serve.scheduler import Scheduler
 from specli.stats import Stats
 from specli.verify import make_verifier
@@ -258,6 +258,64 @@ def test_queued_clients_that_leave_are_never_begun(server):
     assert value(scheduler, "specli_prompt_tokens_total") == 1
 
 
+def test_what_its_own_request_gave_up_counts_as_no_departure(server):
+    """One of ``n`` choices failed, and the others are not wanted: one is under way, one waits."""
+    pace = Pace(Sla(ttft_ms=1e-9))
+    scheduler = server(n_slots=1, pace=pace, start=False)
+
+    def give_up(event: Event) -> None:
+        if isinstance(event, Text):
+            for client in clients:
+                client.job.cancel(has_left=False)
+
+    clients = [Client([1, 2], give_up, max_tokens=150), Client([3, 4])]
+    ask(scheduler, *clients, last := Client([5]))
+    scheduler.start()
+    last.wait()
+    assert value(scheduler, 'specli_requests_finished_total{reason="cancelled"}') == 2
+    assert value(scheduler, "specli_requests_aborted_total") == 0
+    assert value(scheduler, "specli_time_to_first_token_seconds_count") == 1
+    assert len(pace._ttft._values) == 1
+
+
+def test_who_has_left_stays_so():
+    job = Client([1]).job
+    job.cancel(has_left=False)
+    job.cancel()
+    assert job.is_cancelled
+    assert not job.has_left
+
+
+def test_the_log_says_when_a_bound_is_broken_and_kept(server, caplog):
+    pace = Pace(Sla(ttft_ms=100))
+    scheduler = server(pace=pace, start=False)
+    said = []
+    for now_s, ttft_s in ((1.0, 9.0), (100.0, None), (101.0, 0.01), (200.0, 9.0), (300.0, 0.01)):
+        if ttft_s is not None:
+            pace.observe_answer(now_s, ttft_s, None)
+        scheduler._clock = lambda now_s=now_s: now_s
+        caplog.clear()
+        scheduler._look_at_sla()
+        said.append(caplog.text.partition("the bound on ")[2].strip())
+    assert said == [
+        "TTFT is broken: p95 9000 ms, asked 100 ms",
+        "TTFT was broken; no answer of the last minute tells more",
+        "",
+        "TTFT is broken: p95 9000 ms, asked 100 ms",
+        "TTFT is kept again: p95 10 ms, asked 100 ms",
+    ]
+
+
+def test_a_bound_that_a_short_burst_broke_is_logged_before_the_rest(server, caplog):
+    scheduler = server(pace=Pace(Sla(ttft_ms=1e-9)), start=False)
+    scheduler._sla_checked_s = time.perf_counter() + 1000
+    ask(scheduler, client := Client([1, 2]))
+    scheduler.start()
+    client.wait()
+    scheduler.stop()
+    assert "the bound on TTFT is broken" in caplog.text
+
+
 def test_a_client_that_leaves_during_its_prompt_stops_at_the_next_batch(server):
     class Watched(TableEngine):
         def evaluate(self, slices, interruptible=False):
@@ -306,6 +364,8 @@ def test_an_answer_that_fails_takes_nobody_down(server):
     scheduler.start()
     assert isinstance(broken.wait().error, DeadEnd)
     assert fine.wait().tokens == solo([3, 4], 50)
+    assert value(scheduler, 'specli_requests_refused_total{kind="invalid"}') == 1, "nothing of the engine's"
+    assert value(scheduler, 'specli_requests_refused_total{kind="engine"}') == 0
     again = Client([1, 2])
     ask(scheduler, again)
     assert again.wait().tokens == solo([1, 2])
@@ -459,5 +519,5 @@ def test_random_arrivals_departures_and_failures_leave_nothing_behind(server):
         value(scheduler, f'specli_requests_finished_total{{reason="{reason}"}}')
         for reason in ("eos", "stop", "length", "cancelled")
     )
-    assert finished + value(scheduler, 'specli_requests_refused_total{kind="engine"}') == 200
+    assert finished + value(scheduler, 'specli_requests_refused_total{kind="invalid"}') == 200
     assert value(scheduler, "specli_generation_tokens_total") == sum(client.n_tokens for client in clients)

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specli.chain import unenforced_keywords
 from specli.config import SamplingOptions, ServeOptions
-from specli.errors import ConfigError, ContextOverflow, QueueFull, SpecError, TimedOut, Unavailable
+from specli.errors import ConfigError, ContextOverflow, DeadEnd, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished
 from specli.serve.guard import Guard
 from specli.serve.job import Deliver, Job, Mailbox
@@ -170,6 +170,7 @@ class _Answer:
         self._envelope = Envelope(name, int(time.time()), service.model, is_chat, asked.n or 1)
         self._n_prompt = sum(map(len, prompts))
         self.parts: list[_Part] = []
+        self._has_failed = False
         self.headers: dict[str, str] = {}
 
     def add(self, job: Job, mailbox: Mailbox) -> None:
@@ -187,10 +188,14 @@ class _Answer:
                 return JSONResponse(whole, headers=self.headers)
             first = await self._unless_gone(anext(merged))
             self._raise_failure(first[1])
-        except BaseException:
+        except BaseException as error:
+            self._has_failed = not isinstance(error, ClientGone)
             await self._leave(merged)
+            if isinstance(error, DeadEnd):
+                return JSONResponse(self._told(error), _status(error))  # counted by the scheduler
             raise
-        return _EventStream(self._stream(first, merged), headers={**_STREAM_HEADERS, **self.headers})
+        headers = {**_STREAM_HEADERS, **self.headers}
+        return _EventStream(self._stream(first, merged), lambda: self._leave(merged), headers)
 
     async def _collect(self, merged: _Events) -> None:
         async for part, events in merged:
@@ -217,13 +222,13 @@ class _Answer:
             yield b"data: [DONE]\n\n"
             self._log()
         except SpecError as error:
-            yield _sse(problem(scalar(str(error)), _status(error)))
+            self._has_failed = True
+            yield _sse(self._told(error))
         except Exception as error:  # a fault of ours: the status is sent already
+            self._has_failed = True
             LOGGER.error("%s: %s: %s", envelope.id, type(error).__name__, error, exc_info=error)
             self._service.metrics.refuse("internal")
             yield _sse(problem(_FAULT, 500))
-        finally:
-            await self._leave(merged)
 
     async def _unless_gone(self, work: Awaitable[Any]) -> Any:  # noqa: ANN401
         """The result of ``work``, unless the client goes away before."""
@@ -242,11 +247,17 @@ class _Answer:
         if failure := _failure(events):
             raise failure
 
+    def _told(self, error: SpecError) -> Json:
+        """What the client is told of a failed answer."""
+        fields = self._asked.bans if isinstance(error, DeadEnd) else []
+        message = f"{' with '.join(fields)}: {error}" if fields else str(error)
+        return problem(scalar(message), _status(error), fields[0] if fields else None)
+
     async def _leave(self, merged: _Events) -> None:
         """Nobody reads any more: what is not finished ends."""
         for part in self.parts:
             if part.choice.finish_reason is None:
-                part.job.cancel()
+                part.job.cancel(has_left=not self._has_failed)
         self._service.scheduler.wake()
         await merged.aclose()
 
@@ -270,19 +281,22 @@ class _Answer:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events, whose generator is closed at once when the client goes away."""
+    """Server-sent events; ``leave`` is called at their end, also where the client goes away before the first."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], leave: Callable[[], Awaitable[None]], headers: dict[str, str]
+    ) -> None:
         super().__init__(events, headers=headers)
-        self._events = events
+        self._events, self._leave = events, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
+            await self._leave()  # by itself: a generator that was not begun has no end
 
 
 class ClientGone(Exception):
@@ -335,7 +349,7 @@ def _sse(content: Json) -> bytes:
 
 
 def _status(error: Exception) -> int:
-    if isinstance(error, ConfigError | ContextOverflow):
+    if isinstance(error, ConfigError | ContextOverflow | DeadEnd):
         return 400
     if isinstance(error, QueueFull):
         return 429

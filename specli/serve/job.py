@@ -21,6 +21,7 @@ class Job:
 
     ``seed`` None: no promise of repetition. ``reuse``: the prompt's beginning may come from a slot's cache. ``deliver``
     takes events to the client; it is called in the engine's thread. The scheduler sets ``slot`` while the job has one.
+    ``has_left``: the client has gone.
     """
 
     prompt: Sequence[int]
@@ -36,15 +37,21 @@ class Job:
     deliver: Deliver
     slot: int | None = None
     started_s: float | None = None
+    has_left: bool = False
     _is_cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def cancel(self) -> None:
-        """Nobody waits any more; the slot is free within a round. From any thread."""
-        self._is_cancelled.set()
+    def cancel(self, *, has_left: bool = True) -> None:
+        """Nobody waits any more; the slot is free within a round. From any thread.
+
+        ``has_left``: the client went away; otherwise what its request needs besides has failed.
+        """
+        if not self._is_cancelled.is_set():
+            self.has_left = has_left
+            self._is_cancelled.set()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the client has gone."""
+        """Whether nobody waits for it."""
         return self._is_cancelled.is_set()
 
     def fail(self, error: SpecError) -> None:

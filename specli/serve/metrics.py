@@ -136,13 +136,13 @@ class Metrics:
         self._waiting.set(n_waiting)
         self._kv_usage.set(kv_usage)
 
-    def observe_answer(self, stats: Stats, arrived_s: float, ended_s: float, *, is_aborted: bool) -> None:
-        """An answer has ended. Latencies count answers that were given whole."""
+    def observe_answer(self, stats: Stats, arrived_s: float, ended_s: float, *, has_left: bool) -> None:
+        """An answer has ended, or its client left (``has_left``). Latencies count answers that were given whole."""
         self.observe_tokens(stats)
         reason: FinishReason = stats.finish_reason or "cancelled"
         self._finished[reason].inc()
-        if is_aborted:
-            self._aborted.inc()
+        self._aborted.inc(has_left)
+        if reason == "cancelled":
             return
         if stats.ttft_s is not None:
             self._ttft.observe(stats.ttft_s)

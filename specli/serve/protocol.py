@@ -217,6 +217,14 @@ class Sampling(_Model):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
+    def bans(self) -> list[str]:
+        """The fields by which tokens may be forbidden."""
+        return [
+            *(["response_format"] if self.is_constrained else []),
+            *(["logit_bias"] if self.logit_bias else []),
+        ]
+
+    @property
     def is_strict(self) -> bool:
         """Whether a schema is to be kept to the letter, or refused."""
         return self.response_format is not None and bool((self.response_format.json_schema or JsonSchema()).strict)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from specli.decode import Decoder
-from specli.errors import EngineError, QueueFull, SpecError, TimedOut, Unavailable
+from specli.errors import DeadEnd, EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, FinishReason, RoundDone
 from specli.prefix import KeptPrefix
 from specli.request import Request, Running
@@ -163,7 +163,7 @@ class Scheduler:
         for slot in self._slots:
             slot.job = slot.running = slot.stats = None
         for job in jobs:
-            self._metrics.refuse("unavailable" if isinstance(error, Unavailable) else "engine")
+            self._metrics.refuse(_kind(error))
             job.fail(error)
 
     def _wait(self) -> bool:
@@ -183,7 +183,9 @@ class Scheduler:
         self._admit()
         self._round()
         self._feed()
-        self._look_at_sla()
+        is_idle = self.n_running == self.n_waiting == 0  # nobody would look before the next request
+        if is_idle or self._clock() - self._sla_checked_s >= SLA_EVERY_S:
+            self._look_at_sla()
 
     def _drop_departed(self) -> None:
         now_s = self._clock()
@@ -207,10 +209,11 @@ class Scheduler:
                 self._fail(slot, TimedOut("the answer was not finished in time"))
 
     def _count_departed(self, job: Job) -> None:
-        """Of a client that left before its answer was begun."""
+        """Of a job that was cancelled before its answer was begun."""
         now_s = self._clock()
-        self._metrics.observe_answer(Stats(), job.arrived_s, now_s, is_aborted=True)
-        self._pace.observe_departure(now_s, now_s - job.arrived_s)
+        self._metrics.observe_answer(Stats(), job.arrived_s, now_s, has_left=job.has_left)
+        if job.has_left:
+            self._pace.observe_departure(now_s, now_s - job.arrived_s)
 
     def _admit(self) -> None:
         """Give free slots to waiting jobs, in the order that they came."""
@@ -336,12 +339,12 @@ class Scheduler:
 
     def _end(self, slot: _Slot, job: Job, stats: Stats, reason: FinishReason) -> None:
         now_s = self._clock()
-        is_aborted = reason == "cancelled"
-        self._metrics.observe_answer(stats, job.arrived_s, now_s, is_aborted=is_aborted)
-        if not is_aborted:
+        has_left = reason == "cancelled" and job.has_left
+        self._metrics.observe_answer(stats, job.arrived_s, now_s, has_left=has_left)
+        if reason != "cancelled":
             self._pace.observe_answer(now_s, stats.ttft_s, stats.tpot_ms)
             self._answer_s.add(now_s, now_s - (job.started_s or now_s))
-        elif stats.ttft_s is None:
+        elif has_left and stats.ttft_s is None:
             self._pace.observe_departure(now_s, now_s - job.arrived_s)
         self._release(slot)
 
@@ -358,7 +361,7 @@ class Scheduler:
             now_s, ttft_s = self._clock(), slot.stats.ttft_s
             self._metrics.observe_tokens(slot.stats)
             self._pace.observe_answer(now_s, now_s - job.arrived_s if ttft_s is None else ttft_s, slot.stats.tpot_ms)
-        self._metrics.refuse("timeout" if isinstance(error, TimedOut) else "engine")
+        self._metrics.refuse(_kind(error))
         slot.running = None
         self._release(slot)
         with suppress(EngineError):  # it would hide the failure
@@ -368,14 +371,25 @@ class Scheduler:
 
     def _look_at_sla(self) -> None:
         """Say in the log when a bound begins or ceases to be broken."""
-        now_s = self._clock()
-        if now_s - self._sla_checked_s < SLA_EVERY_S:
-            return
-        self._sla_checked_s = now_s
-        for name, is_broken in (broken := self._pace.broken(now_s)).items():
-            if is_broken != self._broken.get(name, False):
-                bound_ms = self._pace.sla.ttft_ms if name == "ttft" else self._pace.sla.tpot_ms
-                p95_ms = dict(zip(("ttft", "tpot"), self._pace.p95(now_s), strict=True))[name]
-                verb = "is broken" if is_broken else "is kept again"
-                LOGGER.warning("the bound on %s %s: p95 %.0f ms, asked %.0f ms", name.upper(), verb, p95_ms, bound_ms)
-        self._broken = broken
+        self._sla_checked_s = now_s = self._clock()
+        p95_ms = dict(zip(("ttft", "tpot"), self._pace.p95(now_s), strict=True))
+        for name, is_broken in self._pace.broken(now_s).items():
+            if is_broken == self._broken.get(name, False):
+                continue
+            self._broken[name] = is_broken
+            bound_ms = self._pace.sla.ttft_ms if name == "ttft" else self._pace.sla.tpot_ms
+            verb = "is broken" if is_broken else "is kept again"
+            if p95_ms[name] is None:
+                LOGGER.warning("the bound on %s was broken; no answer of the last minute tells more", name.upper())
+            else:
+                shown = (name.upper(), verb, p95_ms[name], bound_ms)
+                LOGGER.warning("the bound on %s %s: p95 %.0f ms, asked %.0f ms", *shown)
+
+
+def _kind(error: SpecError) -> str:
+    """As what the metrics count it. What allows no token is asked for by the request."""
+    if isinstance(error, TimedOut):
+        return "timeout"
+    if isinstance(error, Unavailable):
+        return "unavailable"
+    return "invalid" if isinstance(error, DeadEnd) else "engine"
