@@ -16,7 +16,15 @@ import pytest
 
 from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
-from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar, schema_grammar, unenforced
+from specli.engine.grammar import (
+    Grammar,
+    Pieces,
+    _optional_parts,
+    check_grammar,
+    compile_grammar,
+    schema_grammar,
+    unenforced,
+)
 from specli.engine.llama import LlamaModel
 from specli.errors import ConfigError, EngineError
 from specli.sampling import Context, Sampler, State
@@ -272,3 +280,34 @@ def test_names_and_values_are_no_keywords():
         "const": {"multipleOf": 2},
     }
     assert unenforced(json.dumps(schema)) == ["minProperties", "uniqueItems"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n"),
+    [
+        ("a?b*[?*]\\?c{2}", 2),
+        ("a{0,3}b{,2}c{1,9}", 2),  # how often one character repeats opens no ways
+        ("(a?b){7}", 7),
+        ("((a?){3}b*){2}c?", 9),
+        ("(a?)+(b)*", 2),
+        (")?(", 1),
+    ],
+)
+def test_parts_of_a_pattern_that_may_be_left_out_are_counted(pattern: str, n: int) -> None:
+    assert _optional_parts(pattern) == n
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "pattern": f"^{'a?' * 51}$"}, "51 parts that may be left out"),
+        ({"type": "string", "pattern": "^(a?){51}$"}, "51 parts that may be left out"),
+        ({"items": {"enum": [*range(2001)]}}, "2001 values of enums and properties that are not required"),
+        ({"properties": {f"k{i}": {} for i in range(2010)}, "required": ["k1"]}, "2009 values of enums and properties"),
+    ],
+)
+def test_schemas_that_leave_too_many_ways_on_are_refused(schema: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        schema_grammar(json.dumps(schema))
+    everyday = {"type": "string", "pattern": "^[0-9]{3}[- ]?[0-9]{3}(-[0-9]{2}){0,2}$"}
+    assert "root" in schema_grammar(json.dumps(everyday))

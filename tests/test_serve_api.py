@@ -227,6 +227,8 @@ def test_what_a_schema_says_beyond_its_grammar_is_told(server) -> None:
         {"type": "string", "pattern": "\\d"},
         {"type": "array", "items": {}, "minItems": 10**9},  # the converter would write out each of them
         {"type": "string", "pattern": "a{1000000000}"},
+        {"type": "string", "pattern": f"^{'a?' * 700}$"},  # half a second for each character, for everybody
+        {"enum": [*range(5000)]},
         {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 99999} for i in range(700)}},
         {"properties": 5},
     ],
