@@ -324,7 +324,7 @@ class Controller:
         if break_even is None:
             return "even certain acceptance would not pay"
         if acceptance < break_even:
-            return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
+            return f"expected acceptance {acceptance:.2f} < break-even {break_even:.2f}"
         if self._catch_up > profit.worth(self._plain_rate) > 0:
             return f"the draft lags behind; to catch up costs {self._catch_up:.1f} target passes"
         return "drafts had cost more than they brought"
