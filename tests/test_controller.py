@@ -627,7 +627,7 @@ def test_the_reason_for_a_stretch() -> None:
     controller = Controller(8, costs_of(flat(0.1), 0.4))
     play(controller, lambda n: 1 + 0.1 * (n - 1), 0.4, 200, lambda _t, _i: False)
     stretch = max(controller.record.stretches, key=lambda stretch: stretch.last - stretch.first)
-    assert stretch.reason.startswith("acceptance 0.")
+    assert stretch.reason.startswith("expected acceptance 0.")
     assert stretch.reason.endswith("< break-even 0.50")
     for curve, n_lacking, reason in (
         (flat(1.2), 1, "even certain acceptance would not pay"),

@@ -17,7 +17,6 @@ from specli.engine.base import Engine, Row, Slice, roll_back_or_clear
 from specli.events import RoundDone
 from specli.sampling import Distribution, State, top_probability
 
-
 SHORT_FEED = 32  # tokens that no interrupt need cut short: looking for one takes 7% of a short pass
 
 
