@@ -63,7 +63,7 @@ class Controller:
         self.record = Record()
         self.rate = self._plain_rate = 1.0  # tokens per unit, of the whole batch
         self._brought, self._spent = 0.0, 0.0  # units of recent rounds: what plain decoding needs for it, what it took
-        self._profit: Profit | None = None  # of recent drafts
+        self._profits: dict[int, Profit] = {}  # of recent drafts, by the magnitude of the batch
         self._usual: Profit | None = None  # of all drafts
         self._n_drafts = 0
         self._account = CREDIT  # units
@@ -77,8 +77,9 @@ class Controller:
         self._growing = 1  # sequences that this draft pass is shared by,
         self._undrawn = self._next = 0  # those of them that have not drawn yet, and those that will step again
         self._catch_up = 0.0  # units, of this round's sequences
-        self._fed, self._is_feeding = 0.0, False  # units of catching up since the last draft; whether in this round
+        self._fed, self._is_feeding = 0.0, False  # units that rounds in a row fed, the last of them; whether it did
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
+        self._funds = CREDIT  # units that the model's drafts of this round may cost, catching up apart
 
     def begin(self, n_active: int, n_context: int = 0) -> None:
         """A round begins: every sequence has its own token in the batch. ``n_context``: tokens of a mean one so far."""
@@ -89,7 +90,8 @@ class Controller:
         self.costs = self._by_context[bucket]
         self._n_active = self._width = n_active
         self._undrawn, self._next, self._probing, self._catch_up, self._n_passes = 0, 0, None, 0.0, 0
-        self._plain_rate = n_active / self.costs.v(n_active)
+        plain_units = self.costs.v(n_active)
+        self._plain_rate, self._funds = n_active / plain_units, max(CREDIT * plain_units, self._account)
         self.rate = self._plain_rate * max(1.0, self._brought / self._spent if self._spent > 0 else 0.0)
 
     def plan(
@@ -139,9 +141,9 @@ class Controller:
         return self._account + self._owed + min(MAX_ACCOUNT, self._fed) > 0
 
     @property
-    def _funds(self) -> float:
-        """Units that the model's drafts of this round may cost, catching up apart."""
-        return max(CREDIT * self.costs.v(self._n_active), self._account)
+    def _profit(self) -> Profit | None:
+        """Of recent drafts in batches like this one; None before any."""
+        return self._profits.get(self._n_active.bit_length())
 
     @property
     def _is_known_loss(self) -> bool:
@@ -164,12 +166,13 @@ class Controller:
         Lengths that cost more units than ``funds`` are left out.
         """
         best, best_k, tokens, survival = -math.inf, 1, 0.0, 1.0
-        base = self.costs.v(width)
+        v, rate = self.costs.v, self.rate
+        base = v(width)
         for k, chance in enumerate(chances, start=1):
             survival *= chance
             tokens += survival
-            units = k * step + self.costs.v(width + k) - base
-            value = tokens - self.rate * units
+            units = k * step + v(width + k) - base
+            value = tokens - rate * units
             if value > best and units <= funds:
                 best, best_k = value, k
             if survival < 0.03:  # who gets so far does not matter
@@ -241,14 +244,14 @@ class Controller:
         survival = math.prod(map(self.acceptance.at, confidences))
         tokens, ahead = 0.0, 0.5 * (self.acceptance.mean + chance)
         width, step = self._width + self._undrawn + self._next, self.costs.c / self._growing
-        base = self.costs.v(width)
-        spent = self._n_passes * self.costs.c + self.costs.v(self._width) - self.costs.v(self._planned)
-        funds = self._funds
+        v = self.costs.v
+        base, rate = v(width), self.rate
+        left = self._funds - self._n_passes * self.costs.c - v(self._width) + v(self._planned)
         for extra in range(1, self.k_max - len(confidences) + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
-            units = (extra - is_paid) * step + self.costs.v(width + extra) - base
-            if tokens > self.rate * units and spent + units <= funds:
+            units = (extra - is_paid) * step + v(width + extra) - base
+            if tokens > rate * units and units <= left:
                 return True
         return False
 
@@ -264,7 +267,7 @@ class Controller:
         self._account -= fed
         self._owed += fed
         self._is_feeding = fed > 0 and n_steps == 0
-        self._fed = self._fed + fed if n_steps == 0 else 0.0
+        self._fed = self._fed + fed if self._is_feeding else 0.0
         self.record.note(outcomes, self._probing is not None, self._why_off)
         self._book(outcomes, n_tokens, self.costs.draft_cost(n_steps, n_lacking))
         if n_tokens == self._n_active:
@@ -299,8 +302,9 @@ class Controller:
         self._account = min(MAX_ACCOUNT, self._account + saved)
         added = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
         news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
-        self._profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
-        self._usual = (self._usual or self._profit).moved(news, min(USUAL_MEMORY, weight / (weight + 1)))
+        profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
+        self._profits[self._n_active.bit_length()] = profit
+        self._usual = (self._usual or profit).moved(news, min(USUAL_MEMORY, weight / (weight + 1)))
         self._n_drafts += 1
         for draft in drafts:
             self.acceptance.observe(draft.chances[: draft.n_judged], draft.n_accepted)
@@ -369,7 +373,8 @@ class Controller:
         has_costs = self._restore_costs(kept.get("costs"))
         if self.acceptance.restore(kept.get("acceptance")):
             self._n_drafts = max(N_COLD, int(number(kept.get("drafts")) or 0))
-            self._profit = self._usual = Profit.restored(kept.get("profit"), self.k_max)
+            self._usual = Profit.restored(kept.get("profit"), self.k_max)
+            self._profits = {} if self._usual is None else {1: self._usual}
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c

@@ -197,6 +197,7 @@ class Acceptance:
         self.mean = PRIOR_ACCEPTANCE
         self._hits = [0.0] * (len(CONFIDENCES) + 1)
         self._tries = [0.0] * (len(CONFIDENCES) + 1)
+        self._at: dict[float, float] = {}  # chances as asked for since the last change
 
     @property
     def is_known(self) -> bool:
@@ -205,13 +206,18 @@ class Acceptance:
 
     def at(self, confidence: float) -> float:
         """The calibrated chance for one confidence."""
-        i = bisect_left(CONFIDENCES, confidence)
-        prior = 0.5 * (confidence + self.mean)
-        return (PRIOR_WEIGHT * prior + self._hits[i]) / (PRIOR_WEIGHT + self._tries[i])
+        found = self._at.get(confidence)
+        if found is None:
+            i = bisect_left(CONFIDENCES, confidence)
+            prior = 0.5 * (confidence + self.mean)
+            found = (PRIOR_WEIGHT * prior + self._hits[i]) / (PRIOR_WEIGHT + self._tries[i])
+            self._at[confidence] = found
+        return found
 
     def look(self, confidence: float) -> None:
         """A row was seen and nothing drawn from it: that tells of the text as well."""
         self.mean = MEAN_MEMORY * self.mean + (1 - MEAN_MEMORY) * self.at(confidence)
+        self._at.clear()
 
     def observe(self, confidences: Sequence[float], n_accepted: int) -> None:
         """A draft was judged: right up to the first rejection, wrong there, unknown behind it."""
@@ -222,6 +228,7 @@ class Acceptance:
             at = bisect_left(CONFIDENCES, confidence)
             self._hits[at] = BIN_MEMORY * self._hits[at] + hit
             self._tries[at] = BIN_MEMORY * self._tries[at] + 1.0
+            self._at.clear()
 
     def as_dict(self) -> dict[str, object]:
         """What is kept between runs: accepted and judged tokens by confidence, forgetting."""
@@ -237,6 +244,7 @@ class Acceptance:
         if any(hit > n for hit, n in zip(hits, tries, strict=True)):
             return False
         self._hits, self._tries = hits, tries
+        self._at.clear()
         self.mean = (PRIOR_WEIGHT * PRIOR_ACCEPTANCE + sum(hits)) / (PRIOR_WEIGHT + sum(tries))
         return True
 

@@ -1057,3 +1057,22 @@ def test_a_cold_start_measures_with_eight_passes_and_one_slow_moment_of_each_mod
     assert target.n_past(0) == draft.n_past(0) == 0
     assert [controller.costs.v(n) for n in (2, 4, 8)] == pytest.approx([1.1, 1.3, 1.7])
     assert controller.costs.c == pytest.approx(0.3 if has_draft else DEFAULT_C)
+
+
+def test_what_a_grammar_forces_while_the_cache_catches_up_is_a_draft() -> None:
+    """Behind a 2 come a 0 and a 1: no pass is needed for them, and the round verifies three tokens."""
+    verifier = make_verifier("greedy", Sampler(0.0, constraint=Forcing()))
+    engine = TableEngine(lambda _history: np.zeros(3, np.float32), 3, n_ctx=99, n_sequences=2, pass_s=lambda _n: UNIT_S)
+    controller = Controller(4)
+    for n in (1, 1, 2, 3):
+        controller.costs.observe_pass(n, UNIT_S)
+    drafter = AdaptiveDrafter(controller, ModelDrafter(engine, verifier, 3, feed_most=16), None)
+    state = SequenceState(0, [0, 1] * 20 + [2], state=State(Forcing((1, 2))))
+    drafter.commit(state, state.tokens)
+    [draft] = drafter.propose([state], [4])
+    assert list(draft.ids) == [0, 1]
+    assert engine.n_past(0) == 16
+    state.tokens += [0, 1, 2]
+    drafter.observe(RoundDone((SequenceRound(0, 2, 2, 3),), 0.0, UNIT_S, UNIT_S, 0.0))
+    assert controller.report()["decisions"] == {"none": 0, "draft": 1, "ngram": 0, "given_up": 0}
+    assert controller.costs.n_samples(3) == 2  # of the calibration, and of this round

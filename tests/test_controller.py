@@ -306,6 +306,19 @@ def test_who_is_left_alone_has_the_rate_of_one() -> None:
     assert lengths[20:].count(16) >= 18  # and two looks at plain passes
 
 
+def test_what_drafts_brought_alone_says_nothing_of_a_full_batch() -> None:
+    """Eight tokens fill the kernel's tiles, a ninth doubles the pass: who drafted well alone is not asked there."""
+    tiles = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4, 8: 2.5, 9: 4.5, 10: 4.6, 16: 5.0}
+    controller = Controller(4, costs_of(tiles, c=0.05))
+    play(controller, lambda n: 1 + 0.1 * (n - 1), 0.05, 60, lambda _t, _i: True)
+    for _ in range(20):
+        controller.begin(8)
+        assert {controller.plan(1, None, 4).kind for _ in range(8)} == {"none"}
+        controller.observe([Outcome("none", (), 0, 0, 1)] * 8, UNIT_S * 2.5, 0.0, 0, 2)
+    controller.begin(1)
+    assert controller.plan(1, None, 4).kind == "draft"
+
+
 def test_a_catch_up_over_several_rounds_is_paid_when_it_is_made_and_not_left_halfway() -> None:
     """Ten units in eight rounds, granted while the account held one; nobody drafts meanwhile."""
     controller = Controller(8, costs_of(flat(0.02), c=0.1, feed=0.01))

@@ -291,6 +291,7 @@ def test_names_and_values_are_no_keywords():
         ("((a?){3}b*){2}c?", 9),
         ("(a?)+(b)*", 2),
         (")?(", 1),
+        ("(a?b?", 2),  # llama-cpp-python closes it
     ],
 )
 def test_parts_of_a_pattern_that_may_be_left_out_are_counted(pattern: str, n: int) -> None:
@@ -302,8 +303,12 @@ def test_parts_of_a_pattern_that_may_be_left_out_are_counted(pattern: str, n: in
     [
         ({"type": "string", "pattern": f"^{'a?' * 51}$"}, "51 parts that may be left out"),
         ({"type": "string", "pattern": "^(a?){51}$"}, "51 parts that may be left out"),
-        ({"items": {"enum": [*range(2001)]}}, "2001 values of enums and properties that are not required"),
-        ({"properties": {f"k{i}": {} for i in range(2010)}, "required": ["k1"]}, "2009 values of enums and properties"),
+        ({"type": "string", "pattern": f"^({'a?' * 51}$"}, "51 parts that may be left out"),
+        ({"type": "string", "pattern": f"^({'a|' * 2001}b)$"}, "2001 alternatives"),
+        ({"items": {"enum": [*range(2001)]}}, "2001 alternatives"),
+        ({"anyOf": [{"const": i} for i in range(2001)]}, "2001 alternatives"),
+        ({"properties": {f"k{i}": {} for i in range(202)}, "required": ["k1"]}, "201 properties that are not required"),
+        ({"properties": {"a": {"enum": [*range(3000)]}}, "required": ["x"] * 2000}, "3000 alternatives"),
     ],
 )
 def test_schemas_that_leave_too_many_ways_on_are_refused(schema: dict[str, object], words: str) -> None:

@@ -251,11 +251,9 @@ def test_when_those_under_way_have_failed_too_it_is_given_up():
     assert (run.hopeless, run.started_s) == (True, None)
     assert sum(record.error == "timeout" for record in run.records) >= 4
     looks = itertools.count()
-    began_s = time.monotonic()
     watch = Watch(stopped=lambda: next(looks) >= 3)  # Ctrl-C while they are waited for
     run = asyncio.run(run_step(FullServer(4, fails=True), Step(8, False, Extent(8)), asks(), watch))
     assert (run.stopped, run.hopeless) == (True, False)
-    assert max(record.ended_s for record in run.records) - began_s < 1.0
 
 
 def test_a_server_that_stops_working_while_it_warms_up_is_measured_as_it_is():

@@ -92,7 +92,7 @@ def unread(there: SimpleNamespace) -> socket.socket:
 
 
 def test_who_leaves_little_unread_is_cut_off_too() -> None:
-    with limits(stall_s=0.2), standing(App(N_UNREAD)) as there:
+    with limits(stall_s=2.0), standing(App(N_UNREAD)) as there:
         unread(there)
         until(lambda: not connections(there.server))
         assert not there.end()
@@ -122,7 +122,7 @@ def test_who_reads_slowly_is_not_cut_off() -> None:
 
 def test_half_a_request_behind_a_whole_one_is_timed() -> None:
     """It begins once the one before it is answered, when nothing comes in."""
-    with limits(arrival_s=0.2), standing(App()) as there:
+    with limits(arrival_s=2.0), standing(App()) as there:
         made = there.connect()
         made.sendall(get() + HALF)
         assert read_response(made)[0] == 200

@@ -26,6 +26,7 @@ def test_bad_options(specli, arguments, line):
     assert line in run.error
 
 
+@pytest.mark.model
 def test_a_pair_is_measured_and_its_profile_is_kept(specli, q4_0_path, draft_path):
     arguments = ("tune", "-m", q4_0_path, "-md", draft_path, "-n", "24", "-p", "Count from one to ten.")
     report = json.loads(specli(*arguments, "-o", "json").out)
@@ -39,6 +40,7 @@ def test_a_pair_is_measured_and_its_profile_is_kept(specli, q4_0_path, draft_pat
     assert specli(*arguments).out.startswith(b"draft step c = ")
 
 
+@pytest.mark.model
 def test_without_a_draft_model_no_cost_of_one_is_told(specli, q4_0_path):
     arguments = ("tune", "-m", q4_0_path, "-n", "24", "-p", "Count from one to ten.")
     report = json.loads(specli(*arguments, "-o", "json").out)

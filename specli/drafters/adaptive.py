@@ -99,7 +99,7 @@ class AdaptiveDrafter:
             self._n_passes, self._n_lacking = model.n_passes - n_passes, 2 + model.n_fed - n_fed
             for i, draft in zip(by_model, made, strict=True):
                 drafts[i] = draft
-                if sequences[i].id not in model.waiting:
+                if len(draft) or sequences[i].id not in model.waiting:
                     self._pending[sequences[i].id] = _Proposed("draft", _chances(draft))
         return drafts
 

@@ -39,7 +39,7 @@ _MAX_REPEATS = 100_000  # of a schema, summed up: the converter writes each of t
 # llama.cpp keeps a stack for each way on and compares each new one with all, in one call that nothing stops. To look at
 # 49,152 tokens took 0.1 s behind 50 optional parts and 2 s behind 100, 0.05 s in an enum of 2,000 values, 1.4 s
 # among 800 properties that are not required.
-_MAX_OPTIONAL, _MAX_CHOICES = 50, 2000
+_MAX_OPTIONAL, _MAX_OPTIONAL_PROPERTIES, _MAX_CHOICES = 50, 200, 2000
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 _REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _PATTERN_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
@@ -269,22 +269,30 @@ def _check_repeats(schema: object) -> None:
 
 def _check_choices(schema: object) -> None:
     """Refuse what leaves more ways on at once than llama.cpp can follow. Raises ``ConfigError``."""
-    n = 0
+    n_choices = n_properties = 0
     for part in _parts(schema):
-        values, properties, required = part.get("enum"), part.get("properties"), part.get("required")
-        n += len(values) if isinstance(values, list) else 0
-        n += len(properties) if isinstance(properties, dict) else 0
-        n -= len(required) if isinstance(properties, dict) and isinstance(required, list) else 0
-        pattern = part.get("pattern")
-        if isinstance(pattern, str) and (n_optional := _optional_parts(pattern)) > _MAX_OPTIONAL:
-            raise ConfigError(
-                f"the JSON schema has a pattern with {n_optional} parts that may be left out (? and *, as often as "
-                f"groups repeat them), at most {_MAX_OPTIONAL} were expected; write it simpler"
-            )
-    if n > _MAX_CHOICES:
+        for several in (part.get("enum"), part.get("anyOf"), part.get("oneOf"), part.get("type")):
+            n_choices += len(several) if isinstance(several, list) else 0
+        properties, required = part.get("properties"), part.get("required")
+        if isinstance(properties, dict):
+            named = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+            n_properties += len(properties.keys() - named)
+        if isinstance(pattern := part.get("pattern"), str):
+            n_choices += pattern.count("|")
+            if (n_optional := _optional_parts(pattern)) > _MAX_OPTIONAL:
+                raise ConfigError(
+                    f"the JSON schema has a pattern with {n_optional} parts that may be left out (? and *, as often as "
+                    f"groups repeat them), at most {_MAX_OPTIONAL} were expected; write it simpler"
+                )
+    if n_properties > _MAX_OPTIONAL_PROPERTIES:
         raise ConfigError(
-            f"the JSON schema has {n} values of enums and properties that are not required, at most {_MAX_CHOICES} "
-            "were expected; allow any string there, or require the properties"
+            f"the JSON schema has {n_properties} properties that are not required, at most {_MAX_OPTIONAL_PROPERTIES} "
+            "were expected; require some, or allow any object there"
+        )
+    if n_choices > _MAX_CHOICES:
+        raise ConfigError(
+            f"the JSON schema has {n_choices} alternatives (enum, anyOf, oneOf, | in patterns), at most {_MAX_CHOICES} "
+            "were expected; allow any string there"
         )
 
 
@@ -304,7 +312,7 @@ def _optional_parts(pattern: str) -> int:
         elif repeated := _REPETITION.fullmatch(part):
             low, high = (int(number or 0) for number in repeated.groups())
             open_groups[-1] += ended * (max(1, low, high) - 1) + (low == 0)
-    return open_groups[0]
+    return sum(open_groups)
 
 
 def _without_control(found: re.Match[str]) -> str:

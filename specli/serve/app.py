@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -401,40 +402,43 @@ def _add_helpers(app: FastAPI, service: Service) -> None:
     """llama-server's tokenizing routes."""
     session, helping = service.session, asyncio.Semaphore(N_HELPING)
 
+    @asynccontextmanager
+    async def one_of_few(request: Request) -> AsyncGenerator[None, None]:
+        """From the parsing on; a body that comes slowly keeps nobody waiting."""
+        await request.body()
+        async with helping:
+            yield
+
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = await _asked(TokenizeRequest, request)
-
-        def reply() -> Response:
+        def reply(asked: TokenizeRequest) -> Response:
             ids = service.prompts.plain(asked.content, asked.add_special, asked.parse_special)
             if not asked.with_pieces:
                 return JSONResponse({"tokens": ids})
             pieces = [{"id": token, "piece": _piece(session.model.special_piece(token))} for token in ids]
             return JSONResponse({"tokens": pieces})
 
-        async with helping:
-            return await run_in_threadpool(reply)
+        async with one_of_few(request):
+            return await run_in_threadpool(reply, await _asked(TokenizeRequest, request))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize(request: Request) -> Response:
-        tokens = (await _asked(DetokenizeRequest, request)).tokens
-        if tokens and (most := max(tokens)) >= session.engine.n_vocab:
-            raise Refusal(f"token {most} is none of the model, it has 0 to {session.engine.n_vocab - 1}", "tokens")
-
-        def reply() -> Response:
+        def reply(tokens: Sequence[int]) -> Response:
+            if tokens and (most := max(tokens)) >= session.engine.n_vocab:
+                raise Refusal(f"token {most} is none of the model, it has 0 to {session.engine.n_vocab - 1}", "tokens")
             text = b"".join(map(session.model.special_piece, tokens)).decode("utf-8", "replace")
             return JSONResponse({"content": text})
 
-        async with helping:
-            return await run_in_threadpool(reply)
+        async with one_of_few(request):
+            return await run_in_threadpool(reply, (await _asked(DetokenizeRequest, request)).tokens)
 
     @app.post("/apply-template")
     async def apply_template(request: Request) -> Json:
-        asked = await _asked(ApplyTemplateRequest, request)
-        asked.check_limits(service.options)
-        async with helping:
+        async with one_of_few(request):
+            asked = await _asked(ApplyTemplateRequest, request)
+            asked.check_limits(service.options)
             return {"prompt": await run_in_threadpool(service.prompts.text, asked)}
 
 

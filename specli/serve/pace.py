@@ -76,7 +76,7 @@ class Pace:
         if n_sequences < 1:
             return
         rounds = self._rounds.setdefault(n_sequences, _Rounds())
-        if at_s - rounds.last_s > RETRY_S:  # a new try is judged by itself
+        if self.sla.tpot_ms is not None and at_s - rounds.last_s > RETRY_S:  # a new try is judged by itself
             rounds.seconds.clear()
             rounds.tokens.clear()
         rounds.seconds.append(seconds)
