@@ -778,3 +778,23 @@ def test_samplers_and_constraints_that_cannot_be_used(tiny, flags, words):
     assert (done.code, done.out) == (2, b"")
     assert words in done.err
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["check-tokenizers", "plan", "run"])
+def test_control_characters_of_a_file_name_never_reach_the_terminal(specli, tiny_model, tmp_path, command):
+    draft = tmp_path / "d\x1b[31mx\x07.gguf"
+    draft.write_bytes(tiny_model(noise=0.1).read_bytes())
+    more = ("-p", "hi", "-n", "9", "-t", "1", "--stats") if command == "run" else ()
+    ended = specli(command, "-m", tiny_model(), "-md", draft, *more)
+    assert ended.code in (0, 1), ended.err
+    told = ended.err if command == "run" else ended.out.decode()
+    assert "␛[31mx␇" in told
+    assert "\x1b" not in told
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_as_what_it_is(specli, tiny_model):
+    with Path("/dev/full").open("wb") as full, specli.start("plan", "-m", tiny_model(), stdout=full) as process:
+        _, err = process.communicate(timeout=HANG_S)
+    assert process.returncode == 1
+    assert err == b"specli: error: the output cannot be written: No space left on device; what is there is not whole\n"

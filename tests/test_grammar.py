@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,3 +317,17 @@ def test_schemas_that_leave_too_many_ways_on_are_refused(schema: dict[str, objec
         schema_grammar(json.dumps(schema))
     everyday = {"type": "string", "pattern": "^[0-9]{3}[- ]?[0-9]{3}(-[0-9]{2}){0,2}$"}
     assert "root" in schema_grammar(json.dumps(everyday))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (5, "the JSON schema is 5, an object was expected"),
+        ({"properties": 5}, "a part of it is of the wrong type"),
+        ({"type": "string", "maxLength": 1e9}, "a part of it is of the wrong type"),
+        ({"$ref": "https://example.com/x"}, "refers to 'https://example.com/x', and nothing is fetched"),
+    ],
+)
+def test_schemas_that_are_none_are_told_in_words(schema: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        schema_grammar(json.dumps(schema))

@@ -250,6 +250,14 @@ def test_plain_summary_is_on_stderr_without_codes_and_na_where_undefined():
     assert "nan" not in told
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_the_summary_begins_a_line_where_the_answer_goes_to_the_same_file(tmp_path, is_one):
+    with (tmp_path / "out").open("a") as stdout, (tmp_path / ("out" if is_one else "err")).open("a") as stderr:
+        play_plain("an answer", stdout=stdout, stderr=stderr, show_summary=True)
+    told = (tmp_path / "out").read_text()
+    assert told.startswith("a notice\nan answer\nspeculation: active") if is_one else told == "an answer"
+
+
 def test_a_dumb_terminal_is_a_terminal_all_the_same():
     stdout = Stream(is_tty=True)
     play_plain("an \x1b[31mescape", stdout=stdout, stderr=None)
@@ -706,6 +714,16 @@ def test_summary_of_nothing():
     shown = values(summary(Stats(), None))
     assert shown.pop("generated") == "0 tokens"
     assert set(shown.values()) == {"n/a"}
+
+
+def test_a_draft_that_was_never_asked_is_off_in_every_round():
+    stats = stats_of([(0, 0)] * 8)
+    stats.explanation = "speculated in 0% of rounds"
+    idle = summary(stats, ACTIVE).head
+    assert idle.startswith("speculation: off in every round (draft smollm2")
+    assert idle.endswith("; speculated in 0% of rounds")
+    for rounds in ([(0, 0)] * 7, [*[(0, 0)] * 20, (1, 0)]):
+        assert summary(stats_of(rounds), ACTIVE).head.startswith("speculation: active (draft")
 
 
 def test_speculation_line_says_who_drafts_or_why_nobody_does():

@@ -36,7 +36,7 @@ def test_a_pair_is_measured_and_its_profile_is_kept(specli, q4_0_path, draft_pat
         assert row["cost"] == pytest.approx(row["v"] + row["k"] * report["c"])
         assert row["break_even"] == break_even(row["k"], row["cost"])
     kept = [json.loads(file.read_text()) for file in (specli.cache_home / "specli" / "profiles").glob("*.json")]
-    assert report["c"] in [profile["costs"]["0"]["c"] for profile in kept]
+    assert report["c"] in [profile["costs"]["0"]["c"] for profile in kept if "costs" in profile]
     assert specli(*arguments).out.startswith(b"draft step c = ")
 
 

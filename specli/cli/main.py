@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -17,6 +18,7 @@ from specli.errors import SpecError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that the signal ended
 EXIT_INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _ABOUT = "Exact speculative decoding for GGUF models: faster, never other words."
 # Each command: the module and name of its function or group, and the summary that `specli --help` shows. Only the
@@ -123,6 +125,10 @@ def _run(argv: Sequence[str]) -> int:
         return _fail(f"{message} (see specli --help)", 2, show_traceback)
     except SpecError as error:
         return _fail(str(error), error.exit_code, show_traceback)
+    except OSError as error:
+        if error.errno not in _FULL:
+            return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1, show_traceback)
+        return _fail(f"the output cannot be written: {error.strerror}; what is there is not whole", 1, show_traceback)
     except Exception as error:  # the boundary: whatever it was, one line and a way to see more
         return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1, show_traceback)
     return code if isinstance(code, int) else 0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specli.controller import Controller
     from specli.session import Session
 
+BUSY = 1.5  # load per core, this command's own threads among it
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 FORMATS = ("table", "json")
 PROMPTS = (
@@ -53,11 +54,14 @@ def tune(
     debug: o.Debug = False,
 ) -> None:
     """Measure v(n), the draft's cost and its acceptance on your prompts; print when drafting pays, keep the profile."""
+    from specli.bench import machine
     from specli.render.choose import choose
     from specli.session import Hooks, Session
 
     if output not in FORMATS:
         raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
+    if "" in (prompts or ()):
+        raise ConfigError("-p/--prompt is empty, a text was expected: there would be nothing to measure")
     generation = GenerationOptions(n_predict)
     if n_predict == 0:
         raise ConfigError("-n/--predict got 0, at least 1 token was expected: there would be nothing to measure")
@@ -81,6 +85,8 @@ def tune(
             for i, prompt in enumerate(asked):
                 console.progress("measuring", i / len(asked))
                 _measure(session, prompt, generation)
+            if (load := machine.load_average()) is not None and load > BUSY * (os.cpu_count() or 1):
+                console.notice(f"the machine was busy (load {load:.1f}): these costs are doubtful; measure again alone")
             console.close()
             _print(session.controller, output)
         if interrupt.requested:

@@ -197,9 +197,12 @@ def schema_grammar(schema: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the JSON schema is not JSON: {error}") from None
     try:
+        if not isinstance(asked, dict | bool):
+            raise ConfigError(f"the JSON schema is {asked!r:.50}, an object was expected")
         _check_patterns(asked)
         _check_repeats(asked)
         _check_choices(asked)
+        _check_references(asked)
         make: Any = Converter
         converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
         converter.visit(converter.resolve_refs(asked, "schema"), "")
@@ -208,6 +211,8 @@ def schema_grammar(schema: str) -> str:
         raise
     except RecursionError:
         raise ConfigError("the JSON schema is nested too deeply for a grammar; flatten it") from None
+    except (AttributeError, TypeError) as error:
+        raise ConfigError("the JSON schema cannot be made a grammar: a part of it is of the wrong type") from error
     except Exception as error:  # the converter asserts, and raises ValueError, KeyError, TypeError and plain Exception
         words = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"the JSON schema cannot be made a grammar: {words[:200]}") from error
@@ -294,6 +299,16 @@ def _check_choices(schema: object) -> None:
             f"the JSON schema has {n_choices} alternatives (enum, anyOf, oneOf, | in patterns), at most {_MAX_CHOICES} "
             "were expected; allow any string there"
         )
+
+
+def _check_references(schema: object) -> None:
+    for part in _parts(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise ConfigError(
+                f"the JSON schema refers to {reference!r:.100}, and nothing is fetched; put it into $defs and refer to "
+                "'#/$defs/…'"
+            )
 
 
 def _optional_parts(pattern: str) -> int:

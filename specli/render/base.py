@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from types import TracebackType
 from typing import Protocol, TextIO, TypeVar
 
@@ -78,6 +79,14 @@ def is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
+        return False
+
+
+def is_one_file(one: TextIO, other: TextIO | None) -> bool:
+    """Whether two streams write to the same pipe or file (``2>&1``)."""
+    try:
+        return other is not None and os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
+    except (OSError, ValueError):  # closed, or no file at all
         return False
 
 

@@ -15,6 +15,7 @@ from specli.bench.document import Report
 from specli.bench.report import Cell, Spread, Verdict, best
 from specli.bench.statistics import Estimate
 from specli.bench.workloads import TITLES
+from specli.render.base import visible
 from specli.render.tables import NA, markdown_row, new_table, open_console, percent, ratio
 
 USUAL_SETTING = 12  # characters of a setting's name that the columns' widths allow for
@@ -47,7 +48,7 @@ def print_report(stdout: TextIO, env: Mapping[str, str], report: Report, *, deta
             console.print(Text(line, "dim"))
         console.print()
         for i, line in enumerate(report.conclusion.words):
-            console.print(Text(line, "bold" if i == 0 else ""), soft_wrap=line.startswith("use: "))
+            console.print(Text(visible(line), "bold" if i == 0 else ""), soft_wrap=line.startswith("use: "))
 
 
 def markdown(report: Report) -> str:

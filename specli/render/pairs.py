@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specli.gguf_file import shown
 from specli.pairing import USEFUL_RATIO, Model, PairReport, Unread
-from specli.render.base import is_terminal
+from specli.render.base import is_terminal, visible
 from specli.render.live import TerminalConsole, terminal_console
 from specli.vocab import FIRST_STRICT_ID, LLAMA_CPP_MAX_GAP, Check
 
@@ -59,7 +59,7 @@ def _path(result: PairReport | Unread) -> Path:
 def _names(paths: Sequence[Path]) -> list[str]:
     """File names; the paths as they were given where two files have the same name."""
     names = [path.name for path in dict.fromkeys(paths)]
-    return [path.name if names.count(path.name) == 1 else str(path) for path in paths]
+    return [visible(path.name if names.count(path.name) == 1 else str(path)) for path in paths]
 
 
 # -- one pair ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from specli.render.base import (
     Renderer,
     can_encode,
     encodable,
+    is_one_file,
     is_terminal,
     one_line,
     visible,
@@ -46,7 +47,9 @@ class PlainRenderer(Renderer):
                 self.show_summary(stats)
 
     def show_summary(self, stats: Stats) -> None:
-        """The figures as plain lines."""
+        """The figures as plain lines, below the answer where both go to one file."""
+        if self._is_line_open and is_one_file(self._stdout, self._stderr):
+            write_line(self._stderr, "")
         print_summary(self._stderr, stats, self._state)
 
     def notice(self, text: str) -> None:

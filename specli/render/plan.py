@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specli.memory_plan import MIB, ModelMemory, Plan, Verdict, size
 from specli.memory_search import DraftCost, Suggestion
-from specli.render.base import is_terminal
+from specli.render.base import is_terminal, visible
 from specli.render.live import TerminalConsole, terminal_console
 
 WeightTypes = Mapping[str, tuple[int, int]]  # ggml type -> (tensors, bytes)
@@ -62,7 +62,7 @@ def _buffers(report: Report) -> Table:
     """One row per buffer, by llama.cpp's names."""
     table = _table("model", "what", "buffer", "MiB>", "")
     for (role, name, memory), types in zip(report.models, report.weights, strict=True):
-        table.add_row(role, "", name, "", f"{memory.n_ctx} tokens of context")
+        table.add_row(role, "", visible(name), "", f"{memory.n_ctx} tokens of context")
         for part in memory.buffers:
             remark = _mapped_remark(part.n_bytes, part.hot_bytes) if part.is_mapped else ""
             table.add_row("", _KINDS[part.kind], part.name, _mib(part.n_bytes), remark)
@@ -88,17 +88,17 @@ def _rooms(plan: Plan) -> Table:
 
 
 def _sentences(report: Report) -> Iterator[RenderableType]:
-    yield from (Text(f"note: {line}", "yellow") for line in report.notices)
+    yield from (Text(visible(f"note: {line}"), "yellow") for line in report.notices)
     if report.cost is not None:
         yield Text(_cost(report.cost, report.plan))
     if report.plan.fits:
-        yield Text(f"fits: {report.plan.setup.command()}")
+        yield Text(visible(f"fits: {report.plan.setup.command()}"))
         return
     yield Text(f"does not fit: {report.plan.shortage()}", "red")
     if not report.suggestions:
         yield Text("no setting makes it fit; take a smaller or more heavily quantized model")
     for suggestion in report.suggestions:
-        yield Text(f"fits with {suggestion.what}: {suggestion.plan.setup.command()}")
+        yield Text(visible(f"fits with {suggestion.what}: {suggestion.plan.setup.command()}"))
 
 
 def _cost(cost: DraftCost, plan: Plan) -> str:

@@ -15,6 +15,7 @@ from specli.render.base import one_line
 from specli.stats import Stats, Totals
 
 NA = "n/a"
+N_IDLE = 8  # rounds without a single draft that are called off
 BLOCKS = "▏▎▍▌▋▊▉█"  # eighths of a cell
 MIN_BAR, MAX_BAR = 8, 24  # cells
 GAP = 4  # cells between the two columns
@@ -60,27 +61,30 @@ def summary(stats: Stats, state: SpeculationState | None) -> Summary:
     positions = [Row(f"position {i}", percent(p, 1), p) for i, p in enumerate(stats.per_position_acceptance, start=1)]
     overall = Row("acceptance", percent(stats.acceptance_rate, 1), stats.acceptance_rate)
     times = [Row(f"{name} time", percent(share, 1), share) for name, share in time_shares(stats).items()]
-    head = speculation_line(state) + (f"; {one_line(stats.explanation)}" if stats.explanation else "")
+    head = speculation_line(state, is_idle=stats.rounds >= N_IDLE and stats.proposed == 0)
+    head += f"; {one_line(stats.explanation)}" if stats.explanation else ""
     return Summary(head, figures, (overall, *positions), tuple(times))
 
 
 def totals_line(totals: Totals) -> str:
     """One line: what a conversation has taken and brought so far."""
     drafted = f"; drafted {totals.accepted} of {totals.proposed} accepted, {percent(totals.acceptance_rate, 1)}"
+    answers = "1 answer" if totals.turns == 1 else f"{totals.turns} answers"
     return (
-        f"conversation: {totals.turns} answers, {totals.generated} tokens generated; prompts {totals.evaluated} tokens "
+        f"conversation: {answers}, {totals.generated} tokens generated; prompts {totals.evaluated} tokens "
         f"evaluated, {totals.reused} reused" + (drafted if totals.proposed else "")
     )
 
 
-def speculation_line(state: SpeculationState | None) -> str:
-    """One line: who drafts, how much and who judges, or why nobody does."""
+def speculation_line(state: SpeculationState | None, *, is_idle: bool = False) -> str:
+    """One line: who drafts, how much and who judges, or why nobody does. ``is_idle``: nothing was drafted so far."""
     if state is None:
         return "speculation: off: nothing was loaded"
     if not state.active:
         return one_line(f"speculation: off: {state.reason}")
     length = f"K {state.k}" if state.is_fixed else f"K auto up to {state.k}"
-    return one_line(f"speculation: active ({state.drafter}, {length}, {state.verify})")
+    word = "off in every round" if is_idle else "active"
+    return one_line(f"speculation: {word} ({state.drafter}, {length}, {state.verify})")
 
 
 def time_shares(stats: Stats) -> dict[str, float | None]:
