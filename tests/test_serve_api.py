@@ -272,7 +272,8 @@ def check_chunks(chunks: Sequence[dict], kind: str, n: int = 1, has_usage: bool 
         assert set(last) == {"id", "object", "created", "model", "choices", "usage", "timings"}
     ends, roles = dict.fromkeys(range(n)), dict.fromkeys(range(n), 0)
     for chunk in chunks:
-        assert set(chunk) == {"id", "object", "created", "model", "choices"}
+        assert set(chunk) == {"id", "object", "created", "model", "choices", *(["usage"] if has_usage else [])}
+        assert chunk.get("usage") is None  # with include_usage all chunks have it, null but in the last
         assert (chunk["id"], chunk["created"]) == (first["id"], first["created"])
         assert (chunk["object"], chunk["model"]) == (kind, "the-model")
         (part,) = chunk["choices"]

@@ -255,6 +255,9 @@ def test_keys_come_from_everywhere_once(tmp_path, monkeypatch) -> None:
     assert ServeFlags().options().api_keys == ("d",)
     assert "secret" not in repr(ServeOptions(api_keys=("secret",)))
     assert ServeFlags(cors_origins=" https://a.example , ,*").options().cors_origins == ("https://a.example", "*")
+    for origin in ("example.com", "https://", "https://a.example/path"):
+        with pytest.raises(ConfigError, match="expected \\* or origins"):
+            ServeFlags(cors_origins=origin).options()
 
 
 WHILE_CAUGHT = """

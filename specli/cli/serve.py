@@ -106,6 +106,10 @@ def _serve(settings: Settings, choice: ModelChoice, options: ServeOptions, note:
             if note:
                 console.notice(note)
             settings = resolve_models(settings, choice, console, interrupt)
+            if settings.exact:
+                console.notice(
+                    "--exact: the settings are proved before it listens; minutes at first, then that is kept"
+                )
             session = sockets.enter_context(Session(settings, Hooks(console.progress, console.notice, interrupt)))
             for line in _words(session, options, address(listener)):
                 console.notice(line)

@@ -127,7 +127,7 @@ class ServeFlags:
             port=self.port,
             alias=self.alias,
             api_keys=tuple(dict.fromkeys(self._keys())),
-            cors_origins=tuple(part.strip() for part in (self.cors_origins or "").split(",") if part.strip()),
+            cors_origins=_origins(self.cors_origins or ""),
             n_queue=self.n_queue,
             timeout_s=seconds(self.timeout, "-to/--timeout") or 0.0,
             n_predict=self.n_predict,
@@ -162,3 +162,13 @@ def require_packages() -> None:
     lacking = [package for name, package in names.items() if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"a server needs what is not installed; pip install {' '.join(lacking)}")
+
+
+def _origins(given: str) -> tuple[str, ...]:
+    """Origins between commas. Raises ``ConfigError`` for what no browser calls itself."""
+    origins = tuple(part.strip() for part in given.split(",") if part.strip())
+    for origin in origins:
+        scheme, mark, host = origin.partition("://")
+        if origin != "*" and not (scheme and mark and host and "/" not in host):
+            raise ConfigError(f"--cors-origins got {origin!r}, expected * or origins such as https://example.com")
+    return origins

@@ -15,7 +15,7 @@ import re
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,20 +45,16 @@ _REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _PATTERN_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
 _STDERR = threading.Lock()
 _NO_PATTERN = re.compile(r'"|\\[\\a-zA-Z]')
-_UNENFORCED = {
-    *(
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-        "uniqueItems",
-        "contains",
-        "not",
-        "if",
-    ),
-    *("minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentRequired"),
+_CONSTRAINTS = {  # keywords that say what is valid; others are remarks
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "type", "const", "enum", "format", "pattern"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength"),
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"),
+    *("minItems", "maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"),
+    *("unevaluatedProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
+    *("dependentSchemas", "dependencies"),
 }
+_FORMATS = re.compile(r"uuid[1-5]?|date|time|date-time")
+_ANYTHING = ["object", "array", "string", "number", "boolean", "null"]
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by other names
 _VALUES = {"const", "enum", "default", "examples"}
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
@@ -205,7 +201,7 @@ def schema_grammar(schema: str) -> str:
         _check_references(asked)
         make: Any = Converter
         converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
-        converter.visit(converter.resolve_refs(asked, "schema"), "")
+        converter.visit(converter.resolve_refs(_readable(asked), "schema"), "")
         grammar = str(converter.format_grammar())
     except ConfigError:
         raise
@@ -221,8 +217,57 @@ def schema_grammar(schema: str) -> str:
 
 def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
-    found = {key for part in _schemas(json.loads(schema)) for key in part if key in _UNENFORCED}
+    found: set[str] = set()
+    for part in _schemas(json.loads(schema)):
+        found |= part.keys() & _CONSTRAINTS - _heeded(part)
     return sorted(found)
+
+
+def _heeded(part: Mapping[str, Any]) -> set[str]:
+    """The keywords of one schema that llama-cpp-python's converter looks at: it takes the first case that fits."""
+    kind, required, more = part.get("type"), part.get("required", []), part.get("additionalProperties", True)
+    for keys in ({"$ref"}, {"oneOf"}, {"anyOf"}, {"const", "type"}, {"enum", "type"}):
+        if keys & part.keys() - {"type"} and (keys & {"$ref", "oneOf", "anyOf"} or not isinstance(kind, list)):
+            return keys
+    heeded = {"type"} if required else {"type", "required"}
+    if more is True:
+        heeded.add("additionalProperties")
+    if isinstance(kind, list):
+        return heeded
+    if kind in (None, "object") and ("properties" in part or more is not True):
+        is_known = isinstance(required, list) and set(required) <= set(part.get("properties", ()))
+        return heeded | {"properties", "additionalProperties"} | ({"required"} if is_known else set())
+    if kind in (None, "object") and "allOf" in part:
+        alternatives = [one for each in part["allOf"] for one in each.get("anyOf", [each])]
+        return heeded | ({"allOf"} if all({"$ref", "properties"} & one.keys() for one in alternatives) else set())
+    if kind in (None, "array") and ("items" in part or "prefixItems" in part):
+        items = part.get("items") or part.get("prefixItems")
+        return heeded | ({"items", "prefixItems"} if isinstance(items, list) else {"items", "minItems", "maxItems"})
+    if kind in (None, "string") and "pattern" in part:
+        return heeded | {"pattern"}
+    if kind in (None, "string") and _FORMATS.fullmatch(str(part.get("format"))):
+        return heeded | {"format"}
+    return heeded | ({"minLength", "maxLength"} if kind == "string" else set())
+
+
+def _readable(schema: object, *, is_root: bool = True) -> object:
+    """The same for the converter: what allows anything (true, {}) as all types, references beside $defs apart."""
+    if schema is True or (schema == {} and not is_root):
+        return {"type": _ANYTHING}
+    if not isinstance(schema, dict):
+        return schema
+    read: dict[str, object] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            value = {name: _readable(one, is_root=False) for name, one in value.items()}
+        elif key in ("allOf", "anyOf", "oneOf", "items", "prefixItems") and isinstance(value, list):
+            value = [_readable(one, is_root=False) for one in value]
+        elif key == "items":
+            value = _readable(value, is_root=False)
+        read[key] = value
+    if "$ref" in read and {"$defs", "definitions"} & read.keys():
+        read["anyOf"] = [{"$ref": read.pop("$ref")}]
+    return read
 
 
 def _schemas(schema: object) -> Iterator[dict[str, object]]:
@@ -250,7 +295,11 @@ def _parts(schema: object) -> Iterator[dict[str, object]]:
 
 def _check_patterns(schema: object) -> None:
     for part in _parts(schema):
+        if part.get("enum") == []:
+            raise ConfigError("the JSON schema has an enum without values: nothing would be allowed there")
         pattern = part.get("pattern")
+        if isinstance(pattern, str) and not _is_balanced(pattern):
+            raise ConfigError(f"the JSON schema has the pattern {pattern!r:.200}, whose parentheses do not match")
         if isinstance(pattern, str) and (found := _NO_PATTERN.search(pattern)):
             raise ConfigError(
                 f"the JSON schema has the pattern {pattern!r}, whose {found[0]!r} cannot be made a grammar; write it "
@@ -309,6 +358,15 @@ def _check_references(schema: object) -> None:
                 f"the JSON schema refers to {reference!r:.100}, and nothing is fetched; put it into $defs and refer to "
                 "'#/$defs/…'"
             )
+
+
+def _is_balanced(pattern: str) -> bool:
+    depth = 0
+    for found in _PATTERN_PART.finditer(pattern):
+        depth += (found[0] == "(") - (found[0] == ")")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _optional_parts(pattern: str) -> int:

@@ -210,14 +210,15 @@ class _Answer:
         merged: _Events,
     ) -> AsyncGenerator[bytes, None]:
         envelope, choices = self._envelope, [part.choice for part in self.parts]
+        more: Json = {"usage": None} if self._asked.includes_usage else {}  # the last chunk has it
         try:
             if envelope.is_chat:
                 for choice in choices:
-                    yield _sse(envelope.role(choice))
+                    yield _sse({**envelope.role(choice), **more})
             async for part, events in _chained(first, merged):
                 self._raise_failure(events)
                 for news in part.choice.take(events).parted():
-                    yield _sse(envelope.chunk(part.choice, news))
+                    yield _sse({**envelope.chunk(part.choice, news), **more})
             if self._asked.includes_usage:
                 yield _sse(envelope.counts(choices, self._n_prompt))
             yield b"data: [DONE]\n\n"
