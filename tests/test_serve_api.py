@@ -416,6 +416,18 @@ def test_a_seed_gives_the_text_of_the_command_line(server, specli, q4_0_path, dr
     assert message(server.chat(QUESTION, **{**asked, "seed": 43}).json()) not in texts
 
 
+def test_a_seed_gives_one_text_whatever_was_asked_before(q4_0_path) -> None:
+    """H15, alone: what other slots still hold of a shared cache would move the logits; they are the same to the bit."""
+    asked = {"temperature": 1.2, "seed": 7, "max_tokens": 60, "logprobs": True}
+    model = {"n_ctx": N_CTX, "n_sequences": N_SLOTS, "n_threads": 2}  # with one thread there is nothing to divide
+    with Session(settings(q4_0_path, model=model, type="none")) as session, serving(session) as server:
+        answers = [json.dumps(server.chat(QUESTION, **asked).json()["choices"]) for _ in range(2)]
+        for i in range(N_SLOTS):
+            server.chat(f"{i}: {STORY}", temperature=1, max_tokens=90, cache_prompt=bool(i % 2))
+        answers += [json.dumps(server.chat(QUESTION, **asked).json()["choices"]) for _ in range(2)]
+    assert len(set(answers)) == 1
+
+
 def test_a_seed_gives_one_text_alone_and_in_company(exact) -> None:
     asked = {"temperature": 2, "seed": 42, "max_tokens": 20}
     with serving(exact) as server:

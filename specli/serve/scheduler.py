@@ -250,6 +250,9 @@ class Scheduler:
         try:
             if not job.reuse:
                 slot.kept.drop()
+            if not job.reuse and job.seed is not None and self.n_running == 1:
+                for other in self._slots:  # of a shared cache even what nobody uses moves the logits a little
+                    other.kept.drop()
             n_known = slot.kept.open(state)
             request = Request(
                 state, job.arrived_s, job.max_tokens, job.end_ids, job.stops, True, n_known, job.n_logprobs
