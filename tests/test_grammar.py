@@ -291,6 +291,8 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
         ({"type": "array", "items": {}, "minItems": 2}, []),
         ({"prefixItems": [{"type": "null"}], "minItems": 1}, ["minItems"]),
         ({"type": "object", "required": ["a"]}, ["required"]),
+        ({"type": "null", "not": {"allOf": [True]}}, ["allOf", "not"]),
+        ({"type": "null", "not": {"properties": {}, "required": [{}]}}, ["not", "properties", "required"]),
         ({"type": "object", "required": [], "additionalProperties": True, "title": "T", "x-order": 1}, []),
         (
             {

@@ -125,11 +125,10 @@ def _run(argv: Sequence[str]) -> int:
         return _fail(f"{message} (see specli --help)", 2, show_traceback)
     except SpecError as error:
         return _fail(str(error), error.exit_code, show_traceback)
-    except OSError as error:
-        if error.errno not in _FULL:
-            return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1, show_traceback)
-        return _fail(f"the output cannot be written: {error.strerror}; what is there is not whole", 1, show_traceback)
     except Exception as error:  # the boundary: whatever it was, one line and a way to see more
+        if isinstance(error, OSError) and error.errno in _FULL:
+            cut = f"the output cannot be written: {error.strerror}; what is there is not whole"
+            return _fail(cut, 1, show_traceback)
         return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1, show_traceback)
     return code if isinstance(code, int) else 0
 

@@ -219,7 +219,11 @@ def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
     found: set[str] = set()
     for part in _schemas(json.loads(schema)):
-        found |= part.keys() & _CONSTRAINTS - _heeded(part)
+        try:
+            heeded = _heeded(part)
+        except (AttributeError, TypeError):  # malformed, where the converter did not look (below "not")
+            heeded = set()
+        found |= part.keys() & _CONSTRAINTS - heeded
     return sorted(found)
 
 
