@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyte
 import pytest
+from screens import row_of, rows_of
 from support import HANG_S, CommandLine
 
 from specli.cli import line_input
@@ -302,17 +303,12 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        width = self.screen.columns
-        above = ["".join(line[x].data for x in range(width)).rstrip() for line in self.screen.history.top]
-        rows = [*above, *(row.rstrip() for row in self.screen.display)]
-        while rows and not rows[-1]:
-            rows.pop()
-        return rows
+        return rows_of(self.screen)
 
     @property
     def line(self) -> str:
         """The row that the cursor is in, to its left."""
-        return self.screen.display[self.screen.cursor.y][: self.screen.cursor.x]
+        return row_of(self.screen, self.screen.cursor.y, self.screen.cursor.x)
 
     def wait(self, ready: Callable[[], bool]) -> Terminal:
         """Read until ``ready``. Fails when nothing comes for a long time."""

@@ -14,6 +14,7 @@ import unicodedata
 
 import pyte
 import pytest
+from screens import rows_of
 
 from specli.events import Finished, PrefillDone, Provenance, RoundDone, SequenceRound, Span, SpeculationState, Text
 from specli.render.base import can_encode, encodable, one_line, visible
@@ -59,12 +60,7 @@ class Terminal(pyte.HistoryScreen):
 
     @property
     def rows(self):
-        """Scrollback and screen, trailing blanks and empty rows at the end dropped."""
-        above = ["".join(row[x].data for x in range(self.columns)) for row in self.history.top]
-        rows = [row.rstrip() for row in [*above, *self.display]]
-        while rows and not rows[-1]:
-            rows.pop()
-        return rows
+        return rows_of(self)
 
 
 class Stream(io.StringIO):

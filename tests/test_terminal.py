@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pyte
 import pytest
+from screens import rows_of
 from support import HANG_S, CommandLine, first_difference
 
 if os.name == "nt":
@@ -47,14 +48,6 @@ class Seen:
     def colours(self) -> set[str]:
         lines = [*self.screen.history.top, *(self.screen.buffer[y] for y in range(self.screen.lines))]
         return {cell.fg for line in lines for cell in line.values() if cell.data != " "}
-
-
-def rows_of(screen: pyte.HistoryScreen) -> list[str]:
-    above = ["".join(line[x].data for x in range(screen.columns)).rstrip() for line in screen.history.top]
-    rows = [*above, *(row.rstrip() for row in screen.display)]
-    while rows and not rows[-1]:
-        rows.pop()
-    return rows
 
 
 @pytest.fixture
