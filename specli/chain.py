@@ -33,7 +33,7 @@ def check_constraint(options: SamplingOptions) -> str | None:
 
 def unenforced_keywords(options: SamplingOptions) -> list[str]:
     """Keywords of the JSON schema, which must be one, that its grammar leaves unchecked; sorted."""
-    from specli.engine.grammar import unenforced
+    from specli.engine.schema import unenforced
 
     return unenforced(options.json_schema) if options.json_schema else []
 
@@ -90,7 +90,7 @@ def _constraint(options: SamplingOptions, model: LlamaModel, pieces: Callable[[]
 def _gbnf(options: SamplingOptions) -> str:
     if not options.json_schema:
         return options.grammar
-    from specli.engine.grammar import schema_grammar
+    from specli.engine.schema import schema_grammar
 
     return schema_grammar(options.json_schema)
 

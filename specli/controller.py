@@ -269,17 +269,19 @@ class Controller:
         self._is_feeding = fed > 0 and n_steps == 0
         self._fed = self._fed + fed if self._is_feeding else 0.0
         self.record.note(outcomes, self._probing is not None, self._why_off)
-        self._book(outcomes, n_tokens, self.costs.draft_cost(n_steps, n_lacking))
+        expected = [self._expected(outcome) for outcome in outcomes]
+        self._book(outcomes, sum(expected), n_tokens, self.costs.draft_cost(n_steps, n_lacking))
         if n_tokens == self._n_active:
             self._last["none"] = self._round
         by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
         if by_model and n_steps > 0:
             self._last["draft"] = self._round
-            self._learn(by_model, n_tokens, n_steps)
+            theirs = sum(tokens for outcome, tokens in zip(outcomes, expected, strict=True) if outcome.kind == "draft")
+            self._learn(by_model, theirs, n_tokens, n_steps)
         self._probing = None
 
-    def _book(self, outcomes: Sequence[Outcome], n_tokens: int, draft_units: float) -> None:
-        """Count the round, at estimated costs: one slow pass is no news of the text."""
+    def _book(self, outcomes: Sequence[Outcome], expected: float, n_tokens: int, draft_units: float) -> None:
+        """Count the round, at estimated costs: one slow pass is no news of the text. ``expected``: tokens to stand."""
         units = self.costs.v(n_tokens) + draft_units
         emitted = sum(outcome.n_emitted for outcome in outcomes)
         self._brought = RATE_MEMORY * self._brought + emitted / self._plain_rate
@@ -290,17 +292,17 @@ class Controller:
             self._owed, self._horizon = 0.0, HORIZON
         if self.costs.is_measured:
             self.record.emitted += emitted
-            self.record.predicted += sum(1 + self._expected(outcome) for outcome in outcomes)
+            self.record.predicted += len(outcomes) + expected
             self.record.plain += units * self._plain_rate
             self.record.units += units
 
-    def _learn(self, drafts: Sequence[Outcome], n_tokens: int, n_steps: int) -> None:
+    def _learn(self, drafts: Sequence[Outcome], expected: float, n_tokens: int, n_steps: int) -> None:
         """What this round's model drafts brought and cost, and how their tokens were judged."""
         n, k = len(drafts), sum(len(draft.chances) for draft in drafts)
         units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
         saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units
         self._account = min(MAX_ACCOUNT, self._account + saved)
-        added = sum(0.5 * (draft.n_accepted + self._expected(draft)) for draft in drafts) / n  # half is less noisy
+        added = 0.5 * (sum(draft.n_accepted for draft in drafts) + expected) / n  # half is less noisy
         news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
         profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
         self._profits[self._n_active.bit_length()] = profit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class CostModel:
         self._level: deque[tuple[int, float]] = deque(maxlen=N_SAMPLES)  # width, seconds / relative cost
         self._samples: dict[int, deque[float]] = {1: _kept(1.0)}
         self._relative: dict[int, float] = {1: 1.0}
+        self._widths = [1]  # of these, ascending
         self._v: dict[int, float] = {}  # v(n) as asked for since the last change
         self._steps: deque[float] = deque(maxlen=N_SAMPLES)
         self._feeds: deque[float] = deque(maxlen=N_SAMPLES)
@@ -81,10 +82,18 @@ class CostModel:
             samples.append(seconds / _middle(others))
             if len(samples) == 1 and samples[0] > DOUBT * self._at_most(slot):
                 samples.append(guess)
-            self._relative[slot] = _middle(samples)
-            self._v.clear()
+            self._set(slot, _middle(samples))
         if is_trusted or not self._level:
             self._level.append((slot, seconds / guess))
+
+    def _set(self, slot: int, relative: float) -> None:
+        """What ``slot`` costs, relative to the level; a median often stays what it was."""
+        before = self._relative.get(slot)
+        if before is None:
+            insort(self._widths, slot)
+        if before != relative:
+            self._relative[slot] = relative
+            self._v.clear()
 
     def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
         """``n_steps`` draft passes took ``seconds``; the first, or others before it, fed ``n_lacking`` tokens."""
@@ -118,10 +127,9 @@ class CostModel:
         return len(self._samples.get(_slot(n_tokens), ()))
 
     def _interpolated(self, n: int) -> float:
-        curve = self._relative
+        curve, widths = self._relative, self._widths
         if n in curve:
             return curve[n]
-        widths = sorted(curve)
         i = bisect_left(widths, n)
         below = widths[i - 1]
         if i == len(widths):
@@ -132,7 +140,7 @@ class CostModel:
 
     def _at_most(self, n: int) -> float:
         """The relative cost of ``n`` tokens in passes of the next smaller width that was measured."""
-        below = max((width for width in self._relative if width < n), default=1)
+        below = self._widths[max(0, bisect_left(self._widths, n) - 1)]
         return self._relative[below] * n / below
 
     def break_even(self, k_max: int, n_active: int = 1, c: float | None = None) -> float | None:
@@ -159,10 +167,9 @@ class CostModel:
 
     def as_dict(self) -> dict[str, object]:
         """What is measured, here or in an earlier run: v by width (as text, for JSON), how often, c, feed."""
-        widths = sorted(self._relative)
         return {
-            "v": {str(n): self.v(n) for n in widths},
-            "v_samples": {str(n): self.n_samples(n) for n in widths},
+            "v": {str(n): self.v(n) for n in self._widths},
+            "v_samples": {str(n): self.n_samples(n) for n in self._widths},
             "c": self.c if self.knows_c else None,
             "feed": self.feed,
         }
@@ -180,7 +187,7 @@ class CostModel:
             relative[int(key)], samples[int(key)] = v, _kept(v, int(count or 1))
         if len(relative) < 2 or relative[1] != 1:
             return False
-        self._relative, self._samples = relative, samples
+        self._relative, self._samples, self._widths = relative, samples, sorted(relative)
         self._v.clear()
         c, feed = number(kept.get("c"), MAX_KEPT), number(kept.get("feed"), MAX_KEPT)
         if c is not None:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 from specli.events import Event, Finished, FinishReason, Logprobs, PrefillDone, RoundDone, TokenLogprob
 
+N_IDLE = 8  # rounds without a single draft that are called off
+
 
 @dataclass(slots=True)
 class _Round:
@@ -118,6 +120,15 @@ class Stats:
     def n_tokens(self) -> int:
         """Tokens generated so far, the prefill's first token included."""
         return self._emitted + (self.first_at_s is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was drafted, in enough rounds to say so."""
+        return self.rounds >= N_IDLE and self.proposed == 0
+
+    def fills(self, n_ctx: int) -> bool:
+        """Whether the end of a context of ``n_ctx`` tokens cut the text off; its last token needs no cell."""
+        return self.finish_reason == "length" and (self.n_prompt or 0) + self.n_tokens > n_ctx
 
     @property
     def n_evaluated(self) -> int | None:

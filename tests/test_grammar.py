@@ -17,16 +17,9 @@ import pytest
 
 from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
-from specli.engine.grammar import (
-    Grammar,
-    Pieces,
-    _optional_parts,
-    check_grammar,
-    compile_grammar,
-    schema_grammar,
-    unenforced,
-)
+from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar
 from specli.engine.llama import LlamaModel
+from specli.engine.schema import _optional_parts, schema_grammar, unenforced
 from specli.errors import ConfigError, EngineError
 from specli.sampling import Context, Sampler, State
 

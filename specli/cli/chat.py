@@ -202,7 +202,7 @@ class _Chat:
         n_ctx = self._session.speculation.n_ctx
         if stats.finish_reason == "cancelled" and not text:
             self._say("stopped before the first word: the question is taken back (/regen asks it again)")
-        elif stats.finish_reason == "length" and (stats.n_prompt or 0) + stats.n_tokens > n_ctx:
+        elif stats.fills(n_ctx):
             self._say(f"the context of {n_ctx} tokens is full; /clear starts anew, -c N gives more")
 
     # -- commands

@@ -207,6 +207,8 @@ def _generate(
             renderer.on_event(event, stats)
             if isinstance(event, Text):
                 text.append(event.text)
+        if stats.fills(n_ctx := session.speculation.n_ctx):
+            renderer.notice(f"the answer is cut off: the context of {n_ctx} tokens is full; -c N gives more")
         answer.json.write(session, stats, "".join(text))
     return stats.finish_reason
 

@@ -32,13 +32,14 @@ class StatsJson:
         if self._target is None:
             return
         speculation = session.speculation
+        why_idle = (stats.explanation or f"nothing was drafted in {stats.rounds} rounds") if stats.is_idle else None
         figures: dict[str, object] = {
             "text": text,
             **stats.as_dict(),
             "seed": session.seed,
             "verify": speculation.verify,
-            "speculating": speculation.active,
-            "reason": speculation.reason or None,
+            "speculating": speculation.active and not stats.is_idle,
+            "reason": speculation.reason or why_idle,
             "logprobs": _logprobs(session, stats),
             "controller": session.controller.report() if session.controller is not None else None,
             **more,

@@ -15,7 +15,6 @@ from specli.render.base import one_line
 from specli.stats import Stats, Totals
 
 NA = "n/a"
-N_IDLE = 8  # rounds without a single draft that are called off
 BLOCKS = "▏▎▍▌▋▊▉█"  # eighths of a cell
 MIN_BAR, MAX_BAR = 8, 24  # cells
 GAP = 4  # cells between the two columns
@@ -61,7 +60,7 @@ def summary(stats: Stats, state: SpeculationState | None) -> Summary:
     positions = [Row(f"position {i}", percent(p, 1), p) for i, p in enumerate(stats.per_position_acceptance, start=1)]
     overall = Row("acceptance", percent(stats.acceptance_rate, 1), stats.acceptance_rate)
     times = [Row(f"{name} time", percent(share, 1), share) for name, share in time_shares(stats).items()]
-    head = speculation_line(state, is_idle=stats.rounds >= N_IDLE and stats.proposed == 0)
+    head = speculation_line(state, is_idle=stats.is_idle)
     head += f"; {one_line(stats.explanation)}" if stats.explanation else ""
     return Summary(head, figures, (overall, *positions), tuple(times))
 
