@@ -318,6 +318,7 @@ class SpeculationOptions:
     p_min: float = 0.0  # --spec-draft-p-min
     verify: str | None = None  # --verify
     fixed: bool = False  # --draft-fixed: always the longest draft, whether it pays or not
+    measure_anew: bool = False  # specli tune: what was kept of costs does not count
 
     def __post_init__(self) -> None:
         _require_choice("--spec-type", self.type, SPEC_TYPES)

@@ -15,7 +15,12 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
                  cap: on an empty account it does not draft, and no draft may cost more than there is or than a
                  credit, so whatever the estimates say, little more than that is lost.
                  A copy may cost what recent copies would have saved, and a credit: losing ones stop each other
-    probe        what is not in use is tried again, the sooner the less it may lose
+    debt         units that feeding the draft's cache took and that savings have not paid back yet. A text that the
+                 cache lacks is fed while debt and feed stay within the account, a credit where drafts are known to
+                 pay, and a tenth of the answer so far: who has said much has more to say. Once fed that is spent:
+                 what goes on is judged by its own costs
+    probe        what is not in use is tried again, the sooner the less it may lose; a width that was measured but
+                 a few times is then looked at whatever it seems to cost
 
 v(n) is neither flat nor monotonic, so every length is looked at. Exactness: all of this decides before a token is
 drawn, from past rounds, the drafted prefix, and the draft's own distributions (tests enumerate the law with it).
@@ -26,20 +31,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from specli.estimates import Acceptance, CostModel, Profit, number, survivors
+from specli.estimates import MOST_DOUBTED, N_TRUSTED, Acceptance, CostModel, Profit, number, survivors
 from specli.record import Kind, Outcome, Plan, Record
 
 ALLOWANCE = 0.01  # of the time may be lost
 CREDIT = 2.0  # units that a cold start may lose, and one draft of a poor account
-WARM_CREDIT, N_SURE = 0.5, 8  # the same for a warm one that knows, from so many drafts, that they do not pay
-COPY_CREDIT, COPY_MEMORY = 4.0, 0.6  # units that a copy may cost while nothing is known; per copy that was judged
+KNOWN_CREDIT, N_SURE = 4.0, 8  # kept by one that knows, from so many drafts, that they do not pay, if earned before
+COPY_CREDIT, COPY_MEMORY = 4.0, 0.8  # units that a copy may cost while nothing is known; per copy that was judged
 COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among those that are picked for being high
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
+MAX_DEBT = 8.0  # units that catching up may cost on credit
+DEBT_SHARE = 0.1  # units more per token of the answer so far
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 N_COLD = 4  # drafts of a cold start that need not wait for each other
 CONTEXT_FIRST, MAX_BUCKET = 2048, 9  # tokens from which on costs are others, and again at every fourfold
 HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve, at least
-HORIZON_PER_TOKEN = 0.5  # the same per token of the answer so far: who has said much has more to say
+HORIZON_PER_TOKEN = 0.5  # the same per token of the answer so far
 N_PLAIN = 64  # rounds between two looks at the one-token pass while speculation pays
 RATE_MEMORY = 0.8  # per round: about the last five count
 PROFIT_MEMORY = 0.9  # per round with a model draft, once there were some
@@ -52,11 +59,12 @@ class Controller:
     """Decides, learns, explains. One for all sequences of a batch: costs belong to the batch.
 
     A round: ``begin``; ``plan`` for each sequence; ``begin_pass``, ``begin_turn``, ``may_draw``, ``take``, ``may_step``
-    while a model drafts; ``observe``. ``k_max``: the longest draft, tokens. ``costs``: of texts as long as now.
+    while a model drafts; ``observe``. ``k_max``, ``n_min``: the longest and shortest draft, tokens. ``costs``: of texts
+    as long as now.
     """
 
-    def __init__(self, k_max: int, costs: CostModel | None = None) -> None:
-        self.k_max = k_max
+    def __init__(self, k_max: int, costs: CostModel | None = None, n_min: int = 0) -> None:
+        self.k_max, self._n_min = k_max, max(1, n_min)
         self.costs = costs or CostModel()
         self._by_context = {0: self.costs}  # by bucket
         self.acceptance = Acceptance()
@@ -68,10 +76,9 @@ class Controller:
         self._n_drafts = 0
         self._account = CREDIT  # units
         self._copied = 0.0  # units that recent copies saved, or would have, proposed or not
-        self._owed = 0.0  # units of catching up that had no time yet to earn themselves back,
-        self._horizon: float = HORIZON  # which takes so many rounds
+        self._debt = 0.0  # units
         self._round = 0
-        self._last: dict[Kind, int] = {"none": 0, "draft": 0}  # rounds
+        self._last: dict[Kind, int] = {"none": 0, "draft": 0, "ngram": 0}  # rounds
         self._probing: Kind | None = None
         self._n_active = self._width = 1  # sequences; tokens of the batch under construction
         self._growing = 1  # sequences that this draft pass is shared by,
@@ -121,24 +128,28 @@ class Controller:
         if n_lacking is not None and budget > 0:
             catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
             self._catch_up += catch_up
-            if self._may_spend():
+            if self._may_draft(n_emitted):
                 worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
                 values["draft"] = worth - self.rate * catch_up / horizon, budget
         kind = max(values, key=lambda kind: values[kind][0])
         kind = self._probe(values, kind, catch_up) or kind
         if kind == "draft":
             self._next += 1
-            self._horizon = max(self._horizon, horizon)
         return Plan(kind, values[kind][1])
 
-    def _may_spend(self) -> bool:
-        """Whether the account lets a model draft. Catching up is on credit once drafts are known, unless as a loss.
+    def _may_draft(self, n_emitted: int) -> bool:
+        """Whether the account lets a model draft, and feed what its cache lacks of this round's sequences.
 
-        One that has begun and takes several rounds is not left halfway for what fell due meanwhile.
+        A catch-up that has begun and takes several rounds is not left halfway for what fell due meanwhile.
         """
-        if self._n_drafts < N_COLD or self._is_known_loss:
-            return self._account > self._catch_up
-        return self._account + self._owed + min(MAX_ACCOUNT, self._fed) > 0
+        if self._account <= 0:
+            return False
+        if self._catch_up == 0:
+            return True
+        most = self._account + min(MAX_DEBT, self._fed)
+        if not self._is_known_loss:
+            most += DEBT_SHARE * n_emitted + (MAX_DEBT if self._n_drafts >= N_COLD else 0.0)
+        return self._debt + self._catch_up < most
 
     @property
     def _profit(self) -> Profit | None:
@@ -166,16 +177,16 @@ class Controller:
         Lengths that cost more units than ``funds`` are left out.
         """
         best, best_k, tokens, survival = -math.inf, 1, 0.0, 1.0
-        v, rate = self.costs.v, self.rate
+        v, rate, n_min = self.costs.v, self.rate, self._n_min
         base = v(width)
         for k, chance in enumerate(chances, start=1):
             survival *= chance
             tokens += survival
             units = k * step + v(width + k) - base
             value = tokens - rate * units
-            if value > best and units <= funds:
+            if value > best and units <= funds and k >= n_min:
                 best, best_k = value, k
-            if survival < 0.03:  # who gets so far does not matter
+            if survival < 0.03 and k >= n_min:  # who gets so far does not matter
                 break
         return best, best_k
 
@@ -187,15 +198,23 @@ class Controller:
             if kind == best or kind not in values:
                 continue
             loss = self._n_active * (values[best][0] - values[kind][0]) / self.rate
+            is_due = (self._round - last) * PROBE_SHARE >= loss
             if kind == "none":
                 is_due = self._round - last >= min(N_PLAIN, 8 * self.costs.n_samples(self._n_active))
+            elif kind == "ngram":
+                is_due = is_due and self._is_doubtful(self._n_active + values[kind][1])
+            elif self._n_drafts < N_COLD:
+                is_due = loss <= self._account
             else:
-                is_due = (self._round - last) * PROBE_SHARE >= loss or self._n_drafts < N_COLD
-                is_due = is_due and loss + self._n_active * catch_up <= self._account
+                is_due = is_due and loss + self._n_active * catch_up <= self._account - self._debt
             if is_due:
                 self._probing = kind
                 return kind
         return None
+
+    def _is_doubtful(self, width: int) -> bool:
+        """Whether v(``width``) rests on so few times that what disturbed them may have passed for its cost."""
+        return self.costs.n_samples(width) < N_TRUSTED
 
     def foretold(self, said: Sequence[float], n_right: int) -> None:
         """An n-gram draft of ``said`` chances, proposed or not, was right in its first ``n_right`` tokens."""
@@ -228,6 +247,8 @@ class Controller:
         chance = self.acceptance.at(confidence)
         if self._probing == "draft":
             chance = max(chance, confidence)
+            if self._width == self._n_active and self._is_doubtful(self._width + 1):
+                return True
         goes_on = self._goes_on(confidences, chance, is_paid=True)
         if not goes_on:
             self.acceptance.look(confidence)
@@ -247,11 +268,14 @@ class Controller:
         v = self.costs.v
         base, rate = v(width), self.rate
         left = self._funds - self._n_passes * self.costs.c - v(self._width) + v(self._planned)
-        for extra in range(1, self.k_max - len(confidences) + 1):
+        n_before, n_min = len(confidences), self._n_min
+        if 0 < n_before < n_min:  # so short it is worth nothing: what was drawn counts as well
+            tokens, base = survivors([*map(self.acceptance.at, confidences)]), v(width - n_before)
+        for extra in range(1, self.k_max - n_before + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
             units = (extra - is_paid) * step + v(width + extra) - base
-            if tokens > rate * units and units <= left:
+            if tokens > rate * units and units <= left and n_before + extra >= n_min:
                 return True
         return False
 
@@ -264,15 +288,16 @@ class Controller:
         self.costs.observe_pass(n_tokens, pass_s)
         self.costs.observe_draft(n_steps, n_lacking, draft_s)
         fed = self.costs.catch_up(n_lacking)
-        self._account -= fed
-        self._owed += fed
+        self._debt += fed
         self._is_feeding = fed > 0 and n_steps == 0
         self._fed = self._fed + fed if self._is_feeding else 0.0
         self.record.note(outcomes, self._probing is not None, self._why_off)
         expected = [self._expected(outcome) for outcome in outcomes]
-        self._book(outcomes, sum(expected), n_tokens, self.costs.draft_cost(n_steps, n_lacking))
+        self._book(outcomes, sum(expected), n_tokens, self.costs.draft_cost(n_steps, n_lacking), pass_s + draft_s)
         if n_tokens == self._n_active:
             self._last["none"] = self._round
+        if any(outcome.kind == "ngram" for outcome in outcomes):
+            self._last["ngram"] = self._round
         by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
         if by_model and n_steps > 0:
             self._last["draft"] = self._round
@@ -280,28 +305,32 @@ class Controller:
             self._learn(by_model, theirs, n_tokens, n_steps)
         self._probing = None
 
-    def _book(self, outcomes: Sequence[Outcome], expected: float, n_tokens: int, draft_units: float) -> None:
+    def _book(
+        self, outcomes: Sequence[Outcome], expected: float, n_tokens: int, draft_units: float, seconds: float
+    ) -> None:
         """Count the round, at estimated costs: one slow pass is no news of the text. ``expected``: tokens to stand."""
         units = self.costs.v(n_tokens) + draft_units
         emitted = sum(outcome.n_emitted for outcome in outcomes)
         self._brought = RATE_MEMORY * self._brought + emitted / self._plain_rate
         self._spent = RATE_MEMORY * self._spent + units
-        self._account = min(MAX_ACCOUNT, self._account + ALLOWANCE * units)
-        self._owed *= 1 - 1 / self._horizon
-        if self._owed < 0.01:
-            self._owed, self._horizon = 0.0, HORIZON
-        if self.costs.is_measured:
-            self.record.emitted += emitted
-            self.record.predicted += len(outcomes) + expected
-            self.record.plain += units * self._plain_rate
-            self.record.units += units
+        self._earn(ALLOWANCE * units)
+        if (unit_s := self.costs.unit_s) is not None:
+            taken = seconds / unit_s
+            self.record.book(emitted, len(outcomes) + expected, units, taken, self._plain_rate)
+
+    def _earn(self, units: float) -> None:
+        """What was saved, or lost: up to a credit to work with, then it pays for catching up, then it is put by."""
+        self._account += units
+        paid = min(self._debt, max(0.0, self._account - CREDIT))
+        self._debt = min(MAX_DEBT, self._debt - paid)
+        self._account = min(MAX_ACCOUNT, self._account - paid)
 
     def _learn(self, drafts: Sequence[Outcome], expected: float, n_tokens: int, n_steps: int) -> None:
         """What this round's model drafts brought and cost, and how their tokens were judged."""
         n, k = len(drafts), sum(len(draft.chances) for draft in drafts)
         units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
         saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units
-        self._account = min(MAX_ACCOUNT, self._account + saved)
+        self._earn(saved)
         added = 0.5 * (sum(draft.n_accepted for draft in drafts) + expected) / n  # half is less noisy
         news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
         profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
@@ -357,7 +386,8 @@ class Controller:
         if c is not None and c > HEAVY:
             break_even = self.costs.break_even(self.k_max, c=c)
             pays = "it cannot pay" if break_even is None else f"it pays above an acceptance of {break_even:.2f}"
-            notes.append(f"a draft step costs {c:.2f} of a target pass, over a third: {pays}")
+            doubt = " (specli tune measures it anew)" if self.costs.n_steps <= MOST_DOUBTED else ""
+            notes.append(f"a draft step costs {c:.2f} of a target pass, over a third: {pays}{doubt}")
         return "; ".join(notes) or None
 
     def profile(self) -> dict[str, object]:
@@ -367,7 +397,7 @@ class Controller:
             "acceptance": self.acceptance.as_dict(),
             "drafts": self._n_drafts,
             "profit": self._usual,
-            "account": max(0.0, self._account),
+            "account": max(0.0, self._account - self._debt),
         }
 
     def restore(self, kept: Mapping[str, object]) -> bool:
@@ -380,7 +410,7 @@ class Controller:
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c
-            most = WARM_CREDIT if self._is_known_loss else CREDIT
+            most = KNOWN_CREDIT if self._is_known_loss else CREDIT
             self._account = min(account, most) if is_warm else max(CREDIT, min(account, MAX_ACCOUNT))
         return has_costs
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 N_SAMPLES = 9  # recent times whose median counts: four slow moments among them change nothing
 N_TRUSTED = 3  # samples that make a width's cost one to go by, and that one kept from an earlier run stands for
+MOST_DOUBTED = 2 * N_TRUSTED  # samples up to which a kept cost stands for one only: runs may have been disturbed
 DOUBT = 1.5  # a first time this many times the cost of the same tokens in shorter passes must repeat to be believed
 DEFAULT_SLOPE = 0.25  # units per token of a pass while only v(1) is known
 DEFAULT_C = 0.2
@@ -41,6 +42,8 @@ class CostModel:
         self.feed: float | None = None  # units per token fed beyond the second; None: not measured
         self._level: deque[tuple[int, float]] = deque(maxlen=N_SAMPLES)  # width, seconds / relative cost
         self._samples: dict[int, deque[float]] = {1: _kept(1.0)}
+        self._n_seen = {1: N_TRUSTED}  # times per width, those of earlier runs included
+        self.n_steps = 0  # the same for c
         self._relative: dict[int, float] = {1: 1.0}
         self._widths = [1]  # of these, ascending
         self._v: dict[int, float] = {}  # v(n) as asked for since the last change
@@ -63,6 +66,7 @@ class CostModel:
         other._level.clear()
         for width, samples in self._samples.items():
             other._samples[width] = _kept(self._relative[width], len(samples))
+            other._n_seen[width] = min(len(samples), N_TRUSTED)
         return other
 
     def _unit_s(self) -> float:
@@ -80,6 +84,7 @@ class CostModel:
         others = [level_s for width, level_s in self._level if width != slot]
         if 2 * len(others) > len(self._level):
             samples.append(seconds / _middle(others))
+            self._n_seen[slot] = min(N_SAMPLES, self._n_seen.get(slot, 0) + 1)
             if len(samples) == 1 and samples[0] > DOUBT * self._at_most(slot):
                 samples.append(guess)
             self._set(slot, _middle(samples))
@@ -100,8 +105,9 @@ class CostModel:
         if not self._level or not 0 <= seconds < math.inf:
             return
         units = seconds / self._unit_s()
-        if n_lacking <= 2 and n_steps > 0:
+        if n_steps > 0 and (n_lacking <= 2 or units < 0.5 * n_steps * self.c):  # fed or not, it took no longer
             self._steps.append(units / n_steps)
+            self.n_steps = min(N_SAMPLES, self.n_steps + 1)
             self.c, self.knows_c = _middle(self._steps), True
         elif n_lacking >= MIN_FEED:
             self._feeds.append(max(0.0, units - n_steps * self.c) / (n_lacking - 2))
@@ -123,8 +129,8 @@ class CostModel:
         return found
 
     def n_samples(self, n_tokens: int) -> int:
-        """How many times v(n) rests on."""
-        return len(self._samples.get(_slot(n_tokens), ()))
+        """How many times v(n) rests on, those of earlier runs included."""
+        return self._n_seen.get(_slot(n_tokens), 0)
 
     def _interpolated(self, n: int) -> float:
         curve, widths = self._relative, self._widths
@@ -171,6 +177,7 @@ class CostModel:
             "v": {str(n): self.v(n) for n in self._widths},
             "v_samples": {str(n): self.n_samples(n) for n in self._widths},
             "c": self.c if self.knows_c else None,
+            "c_samples": self.n_steps,
             "feed": self.feed,
         }
 
@@ -179,21 +186,23 @@ class CostModel:
         if not isinstance(kept, Mapping) or not isinstance(kept.get("v"), Mapping):
             return False
         relative, samples, counts = {1: 1.0}, {1: _kept(1.0)}, kept.get("v_samples")
+        n_seen = {1: N_TRUSTED}
         for key, value in kept["v"].items():
             v, is_width = number(value), isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5
             if not is_width or v is None or not 1 <= v <= 2 * int(key):
                 return False
-            count = number(counts.get(key)) if isinstance(counts, Mapping) else None
-            relative[int(key)], samples[int(key)] = v, _kept(v, int(count or 1))
+            count = _count(counts.get(key) if isinstance(counts, Mapping) else None)
+            relative[int(key)], samples[int(key)], n_seen[int(key)] = v, _kept(v, count), count
         if len(relative) < 2 or relative[1] != 1:
             return False
-        self._relative, self._samples, self._widths = relative, samples, sorted(relative)
+        self._relative, self._samples, self._widths, self._n_seen = relative, samples, sorted(relative), n_seen
         self._v.clear()
         c, feed = number(kept.get("c"), MAX_KEPT), number(kept.get("feed"), MAX_KEPT)
         if c is not None:
-            self.c, self.knows_c, self._steps = c, True, _kept(c)
-        if feed is not None:
-            self.feed, self._feeds = feed, _kept(feed)
+            self.n_steps = _count(kept.get("c_samples"))
+            self.c, self.knows_c, self._steps = c, True, _kept(c, self.n_steps)
+            if feed is not None:
+                self.feed, self._feeds = feed, _kept(feed, self.n_steps)
         return True
 
 
@@ -286,9 +295,14 @@ def survivors(chances: Sequence[float]) -> float:
     return tokens
 
 
-def _kept(value: float, n: int = N_TRUSTED) -> deque[float]:
+def _kept(value: float, n: int = N_SAMPLES) -> deque[float]:
     """Samples that stand for a value that rests on ``n``: never many, so that new ones soon count."""
-    return deque([value] * min(n, N_TRUSTED), N_SAMPLES)
+    return deque([value] * (1 if n <= MOST_DOUBTED else N_TRUSTED), N_SAMPLES)
+
+
+def _count(kept: object) -> int:
+    """How many times an earlier run's value rests on."""
+    return min(N_SAMPLES, max(1, int(number(kept) or 1)))
 
 
 def _slot(n_tokens: int) -> int:

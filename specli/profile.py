@@ -1,4 +1,4 @@
-"""What the controller measured, kept between runs: one small file per (target, draft, settings, library) in the cache.
+"""What was measured, kept between runs: small files in the cache, named by the circumstances that they hold in.
 
 A profile only shortens learning. A missing, damaged or foreign one is as good as none, and nothing depends on it.
 """
@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-FORMAT = 2
+FORMAT = 3
 
 
 def profile_path(*parts: object) -> Path:
@@ -45,6 +46,23 @@ def save_profile(path: Path, measured: Mapping[str, object]) -> bool:
             part.unlink(missing_ok=True)
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A controller's: what passes cost depends on less than how drafts fared, so the two are kept apart."""
+
+    costs: Path
+    drafts: Path
+
+    def load(self) -> dict[str, object]:
+        """All that there is."""
+        return {**(load_profile(self.drafts) or {}), **(load_profile(self.costs) or {})}
+
+    def save(self, measured: Mapping[str, object]) -> None:
+        """Keep ``controller.Controller.profile``."""
+        save_profile(self.costs, {"costs": measured["costs"]})
+        save_profile(self.drafts, {name: value for name, value in measured.items() if name != "costs"})
 
 
 def _identity(part: object) -> object:

@@ -55,8 +55,10 @@ class Record:
     has_model: bool = False
     emitted: float = 0.0  # tokens
     predicted: float = 0.0  # tokens, before the target judged
-    plain: float = 0.0  # tokens of plain decoding in the same time
-    units: float = 0.0
+    plain: float = 0.0  # tokens of plain decoding in units
+    units: float = 0.0  # as v(n), c and the feed have it
+    plain_taken: float = 0.0  # tokens of plain decoding in taken
+    taken: float = 0.0  # units of the time that it took
     stretches: list[Stretch] = field(default_factory=list)
     state: str = ""  # of the last round: draft, n-gram, off, probe
     _n: int = 0  # rounds of the batch
@@ -88,12 +90,21 @@ class Record:
             self._off = Stretch(self._off_since, self._n, why_off())
             self.stretches.append(self._off)
 
+    def book(self, emitted: float, predicted: float, units: float, taken: float, plain_rate: float) -> None:
+        """Add up a round; ``plain_rate``: tokens per unit of plain decoding."""
+        self.emitted += emitted
+        self.predicted += predicted
+        self.units += units
+        self.plain += units * plain_rate
+        self.taken += taken
+        self.plain_taken += taken * plain_rate
+
     @property
     def gain(self) -> tuple[float, float] | None:
-        """Tokens per unit over plain decoding, predicted and actual; None before any cost is known."""
-        if self.units == 0:
+        """Tokens per unit over plain decoding, as foreseen and as it came; None before any cost is known."""
+        if self.units == 0 or self.taken == 0:
             return None
-        return (self.predicted - self.plain) / self.units, (self.emitted - self.plain) / self.units
+        return (self.predicted - self.plain) / self.units, (self.emitted - self.plain_taken) / self.taken
 
     def explain(self) -> str:
         """One line: how often, how far, by whom, and the longest stretches without a draft; empty without rounds."""

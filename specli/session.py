@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
@@ -23,7 +24,7 @@ from specli.drafting import Drafting
 from specli.errors import ConfigError, EngineError
 from specli.events import Event, Finished, SpeculationState
 from specli.prefix import KeptPrefix
-from specli.profile import profile_path
+from specli.profile import Profile, profile_path
 from specli.request import Request
 from specli.verify import Verifier, make_verifier
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from specli.engine.grammar import Pieces
     from specli.engine.llama import LlamaEngine, LlamaModel
 
+_WARMEST = 4  # in halves of a degree: what comes above is alike
 _PARSED_TYPES = (2, 3)  # llama_token_type unknown and control: texts that llama.cpp turns into tokens on request
 Progress = Callable[[str, float], None]  # (what is loading, fraction in [0, 1])
 Notice = Callable[[str], None]
@@ -215,7 +217,8 @@ class Session:
             is_fixed=speculation.fixed,
             draft=engine,
             uses_ngram=kind == "ngram" or (speculation.type == "auto" and not speculation.fixed),
-            profile=None if speculation.fixed else self._profile_path(draft),
+            profile=None if speculation.fixed else self._profile(draft),
+            is_measured_anew=speculation.measure_anew,
             cancelled=self._hooks.cancelled,
         )
         self.drafter, self.controller = self._drafting.make()
@@ -242,19 +245,21 @@ class Session:
         draft = replace(draft, n_ctx=n_ctx, n_sequences=self.engine.n_sequences)
         return self._make_engine(model, draft, draft.n_sequences)
 
-    def _profile_path(self, draft: ModelOptions | None) -> Path:
-        """Where the controller's measurements of this pair under these settings are kept."""
+    def _profile(self, draft: ModelOptions | None) -> Profile:
+        """Where the controller's measurements of this pair, as it was loaded, are kept."""
         from specli.engine.llama import library_build
 
-        chain = replace(self.settings.sampling, seed=None, temperature=0.0, grammar="", json_schema="")
-        target, parts = self.settings.target, list[object]([library_build(), self.settings.verify, repr(chain)])
-        parts += [self.settings.sampling.is_constrained, self.settings.target.n_sequences]
+        target, sampling = self.target_options, self.settings.sampling
+        parts: list[object] = [library_build(), target.n_sequences, sampling.is_constrained]
         for options in (target, draft) if draft is not None else (target,):
             parts += [options.path, options.n_gpu_layers, options.flash_attn, options.cache_type_k]
             parts += [options.cache_type_v, options.n_threads, options.n_threads_batch, options.placement]
             parts += [options.swa_full, *(lora.path for lora in options.loras)]
         parts += [sorted(self.settings.process.cpus or ())]
-        return profile_path(*parts)
+        warmth = math.ceil(min(2 * sampling.temperature, _WARMEST))  # halves of a degree: colder texts are easier
+        chain = replace(sampling, seed=None, temperature=0.0, grammar="", json_schema="")
+        habits = [*parts, self.settings.verify, warmth, repr(chain)]
+        return Profile(profile_path("costs", *parts), profile_path("drafts", *habits))
 
     def _load_model(self, options: ModelOptions) -> LlamaModel:
         from specli.engine.llama import LlamaModel

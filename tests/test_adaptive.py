@@ -13,7 +13,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from specli.engine.table import LogitsFunction, TableEngine, random_logits
 from specli.errors import DeadEnd
 from specli.estimates import DEFAULT_C, CostModel
 from specli.events import Finished, PrefillDone, RoundDone, SequenceRound
+from specli.profile import Profile
 from specli.record import Plan
 from specli.request import Request
 from specli.sampling import Context, Distribution, Sampler, State
@@ -968,7 +970,7 @@ def test_plain_decoding_of_more_answers_than_may_draft_has_no_gain() -> None:
     decoder = Decoder(engine, GREEDY, lambda _t: b"x", drafter, 16, clock=clock_of(engine, draft))
     events = list(decoder.run([Request(SequenceState(i, [0, 1]), 0.0, 20) for i in range(40)]))
     assert {part.proposed for event in events if isinstance(event, RoundDone) for part in event.sequences} == {0}
-    assert controller.report()["gain_tokens_per_unit"] == {"predicted": 0.0, "actual": 0.0}
+    assert controller.report()["gain_tokens_per_unit"] == pytest.approx({"predicted": 0.0, "actual": 0.0}, abs=1e-9)
 
 
 class Passes(Controller):
@@ -1057,6 +1059,76 @@ def test_a_cold_start_measures_with_eight_passes_and_one_slow_moment_of_each_mod
     assert target.n_past(0) == draft.n_past(0) == 0
     assert [controller.costs.v(n) for n in (2, 4, 8)] == pytest.approx([1.1, 1.3, 1.7])
     assert controller.costs.c == pytest.approx(0.3 if has_draft else DEFAULT_C)
+
+
+def drafting(tmp_path: Path, slow: float = 1.0, **options: Any) -> tuple[Drafting, TableEngine, TableEngine]:
+    """A pair that keeps a profile; passes of more than one token, and the draft's, take ``slow`` times as long."""
+    target = TableEngine(right, 7, n_ctx=64, n_rows_max=17, pass_s=lambda n: UNIT_S * (1 + 0.1 * (n - 1) * slow))
+    draft = TableEngine(right, 7, n_ctx=64, n_rows_max=17, pass_s=lambda n: UNIT_S * 0.1 * slow)
+    kept = Profile(tmp_path / "costs.json", tmp_path / "drafts.json")
+    made = Drafting(target, GREEDY, frozenset(), 16, 0, 0.0, False, draft, True, kept, **options)
+    return made, target, draft
+
+
+def test_what_a_busy_machine_made_of_the_first_start_is_set_right_by_the_second(tmp_path: Path) -> None:
+    """Everything but one-token passes took 15 times as long: nothing could pay, so nothing wide would ever be tried."""
+    first, *_engines = drafting(tmp_path, slow=15.0)
+    _drafter, controller = first.make()
+    assert controller is not None
+    assert controller.break_even is None
+    first.keep(controller)
+    second, target, draft = drafting(tmp_path)
+    _drafter, controller = second.make()
+    assert controller is not None
+    assert len(target.batches) + len(draft.batches) <= 8
+    assert [controller.costs.v(n) for n in (2, 4, 8)] == pytest.approx([1.1, 1.3, 1.7])
+    assert controller.costs.c == pytest.approx(0.1)
+    second.keep(controller)
+    third, target, draft = drafting(tmp_path)
+    third.make()
+    assert draft.batches == []
+    assert target.batches == []
+
+
+def test_a_pair_that_cannot_pay_is_not_measured_for_ever(tmp_path: Path) -> None:
+    n_passes = []
+    for _start in range(5):
+        made, target, draft = drafting(tmp_path, slow=15.0)
+        _drafter, controller = made.make()
+        assert controller is not None
+        made.keep(controller)
+        n_passes.append(len(target.batches) + len(draft.batches))
+    assert max(n_passes) <= 8
+    assert n_passes[3:] == [0, 0]
+
+
+def test_costs_are_measured_anew_where_that_is_asked_for(tmp_path: Path) -> None:
+    for _start in range(4):
+        made, *_engines = drafting(tmp_path, slow=15.0)
+        _drafter, controller = made.make()
+        assert controller is not None
+        controller.acceptance.mean = 0.9
+        controller.acceptance.observe([0.9], 1)
+        made.keep(controller)
+    anew, _target, _draft = drafting(tmp_path, is_measured_anew=True)
+    _drafter, controller = anew.make()
+    assert controller is not None
+    assert controller.costs.v(4) == pytest.approx(1.3)
+    assert controller.acceptance.is_known  # what is known of drafts stays
+
+
+def test_costs_are_shared_by_those_whose_drafts_fare_otherwise(tmp_path: Path) -> None:
+    first, *_engines = drafting(tmp_path)
+    _drafter, controller = first.make()
+    assert controller is not None
+    controller.acceptance.observe([0.9], 1)
+    first.keep(controller)
+    other, _target, _draft = drafting(tmp_path)
+    other = replace(other, profile=Profile(tmp_path / "costs.json", tmp_path / "at another temperature.json"))
+    _drafter, controller = other.make()
+    assert controller is not None
+    assert controller.costs.c == pytest.approx(0.1)
+    assert not controller.acceptance.is_known
 
 
 def test_what_a_grammar_forces_while_the_cache_catches_up_is_a_draft() -> None:

@@ -155,7 +155,18 @@ def test_bounds(kind: type, name: str, flag: str, refused: list[Any], taken: lis
 
 
 def test_every_setting_with_a_bound_has_a_case() -> None:
-    free = {"path", "name", "ignore_eos", "special", "fixed", "warmup", "swa_full", "kv_offload", "kv_unified"}
+    free = {
+        "path",
+        "name",
+        "ignore_eos",
+        "special",
+        "fixed",
+        "measure_anew",
+        "warmup",
+        "swa_full",
+        "kv_offload",
+        "kv_unified",
+    }
     free |= {"cors_origins", "chunked_prefill", "log_prompts"}
     free |= {"placement", "rope", "kv_overrides", "loras"}  # kinds of their own
     free |= {"dry_breakers", "grammar", "json_schema"}  # texts, judged where they are used

@@ -41,7 +41,7 @@ def test_nothing_measured() -> None:
     assert costs.unit_s is None
     assert [costs.v(n) for n in (1, 2, 5)] == [1.0, 1.25, 2.0]
     assert not costs.knows_c
-    assert costs.as_dict() == {"v": {"1": 1.0}, "v_samples": {"1": 3}, "c": None, "feed": None}
+    assert costs.as_dict() == {"v": {"1": 1.0}, "v_samples": {"1": 3}, "c": None, "c_samples": 0, "feed": None}
 
 
 def test_exact_times_give_exact_ratios() -> None:
@@ -320,17 +320,18 @@ def test_what_drafts_brought_alone_says_nothing_of_a_full_batch() -> None:
 
 
 def test_a_catch_up_over_several_rounds_is_paid_when_it_is_made_and_not_left_halfway() -> None:
-    """Ten units in eight rounds, granted while the account held one; nobody drafts meanwhile."""
+    """Eight units in seven rounds, on credit while the account holds one; nobody drafts meanwhile."""
     controller = Controller(8, costs_of(flat(0.02), c=0.1, feed=0.01))
     controller._account, controller._n_drafts = 1.0, 10
-    n_lacking = 1000
-    for _ in range(7):
+    n_lacking = 850
+    for _ in range(6):
         controller.begin(1)
         assert controller.plan(n_lacking, None, 8).kind == "draft"
         controller.observe([Outcome("none", (), 0, 0, 1)], UNIT_S, UNIT_S * 1.28, 0, 130)
         n_lacking -= 128
     assert controller.costs.feed == pytest.approx(0.01)
-    assert controller._account == pytest.approx(1 - 7 * 1.28, abs=0.2)
+    assert controller._debt == pytest.approx(6 * 1.28, abs=0.2)
+    assert controller._account >= 1  # what was fed is spent: it does not stop what goes on
     controller.begin(1)
     assert controller.plan(n_lacking, None, 8).kind == "draft"
     assert "catching up" in controller._why_off()
@@ -406,6 +407,121 @@ def test_a_long_catch_up_falls_due_as_slowly_as_it_was_granted() -> None:
         draft_s = UNIT_S * (0.2 + 0.03 * max(0, n_lacking - 2)) * drafts
         controller.observe([outcome], UNIT_S * (1 + 0.1 * drafts), draft_s, int(drafts), n_lacking if drafts else 1)
     assert n_drafted > 200
+
+
+def test_a_width_that_was_seen_once_is_looked_at_by_a_probe_whatever_it_seems_to_cost() -> None:
+    """v(2) = 2.5 cannot pay. It is 1.1."""
+    controller = Controller(8, costs_of({1: 1.0, 2: 2.5, 4: 4.5}, c=0.1))
+    controller._n_drafts = 10
+    ks = play(controller, lambda n: 1 + 0.1 * (n - 1), 0.1, 300, lambda _t, _i: True)[2]
+    assert ks[0] == 0
+    assert controller.costs.v(2) == pytest.approx(1.1, rel=0.05)
+    assert np.mean(ks[200:]) > 0.9  # the second start has a look at longer ones
+
+
+def lost_by(n_lacking: int, kept: str, n_rounds: int = 300) -> tuple[float, int]:
+    """Units that a draft which is never right loses behind a prompt, 0.03 units for each token of it; drafts made."""
+    controller = Controller(8, costs_of(flat(0.1), c=0.2, feed=0.03))
+    if kept == "warm":
+        controller._n_drafts, controller._account = 10, 2.0
+        for _ in range(20):
+            controller.acceptance.observe([0.9] * 4, 4)
+    elif kept == "known loss":
+        controller._n_drafts, controller._usual, controller._account = 10, Profit(0.1, 0.5), 8.0
+        for _ in range(20):
+            controller.acceptance.observe([0.9], 0)
+        before, controller = controller, Controller(8)
+        assert controller.restore(kept_by(before))
+        assert controller._is_known_loss
+    lost, n_drafts, lacks = 0.0, 0, n_lacking
+    for t in range(n_rounds):
+        controller.begin(1)
+        plan, k = controller.plan(lacks, None, 8, n_emitted=t), 0
+        if drafts := plan.kind == "draft":
+            k = grow(controller, 0.9, 8)
+            n_drafts += 1
+        units = (0.2 * max(1, k) + 0.03 * max(0, lacks - 2) if drafts else 0.0) + 0.1 * k
+        lost += units
+        outcome = Outcome(plan.kind, [0.9] * k, k, 0, 1)
+        draft_s = UNIT_S * (units - 0.1 * k)
+        controller.observe([outcome], UNIT_S * (1 + 0.1 * k), draft_s, max(1, k) * drafts, lacks if drafts else 0)
+        lacks = 1 if drafts else lacks + 1
+    return lost, n_drafts
+
+
+@pytest.mark.parametrize("n_lacking", [10, 100, 500, 1000, 3000])
+@pytest.mark.parametrize("kept", ["", "warm", "known loss"])
+def test_a_catch_up_that_earns_nothing_costs_no_more_than_credit_and_answer_allow(n_lacking: int, kept: str) -> None:
+    lost, _n_drafts = lost_by(n_lacking, kept)
+    most = {"": 2.0 + 0.1 * 300, "warm": 8.0 + 2.0 + 0.1 * 300, "known loss": 4.0}[kept]
+    assert lost <= most + 0.02 * 300 + 3.0  # and 1% of the time, probes, the draft that ends it
+
+
+@pytest.mark.parametrize(("n_lacking", "kept"), [(400, ""), (200, "warm"), (1000, "warm"), (60, "known loss")])
+def test_a_long_prompt_keeps_no_draft_out_for_good(n_lacking: int, kept: str) -> None:
+    """Cold: once the answer has come far enough. Known as a loss: where 1% of the time has paid for the look."""
+    assert lost_by(n_lacking, kept)[1] > 0
+
+
+def test_what_was_fed_does_not_stop_a_draft_that_saves_less_than_it_cost() -> None:
+    """Fifteen units for the prompt; each round with a draft saves 0.3 units: to stop would only lose these as well."""
+    controller = Controller(1, costs_of(flat(0.1), c=0.2, feed=0.03))
+    controller._account, controller._n_drafts, kinds = 8.0, 10, []
+    for _ in range(20):
+        controller.acceptance.observe([0.9], 1)
+    for i in range(100):
+        controller.begin(1)
+        n_lacking = 500 if i == 0 else 1
+        drafts = controller.plan(n_lacking, None, 1, n_emitted=2 * i).kind == "draft"
+        stands = drafts and i % 5 < 3
+        draft_s = UNIT_S * (0.2 + 0.03 * max(0, n_lacking - 2)) * drafts
+        outcome = Outcome("draft" if drafts else "none", [0.9] * drafts, drafts, stands, 1 + stands)
+        controller.observe([outcome], UNIT_S * (1 + 0.1 * drafts), draft_s, int(drafts), n_lacking if drafts else 1)
+        kinds.append(drafts)
+    assert kinds.count(True) > 90
+
+
+def test_shortest_drafts_are_a_part_of_the_plan() -> None:
+    """Two tokens would be best, but four are the least that may be proposed: four, where they pay, or none at all."""
+    steps = {1: 1.0, 2: 1.05, 3: 1.1, 4: 2.1, 5: 3.2, 9: 6.0}
+    for n_min, chance, expected in ((0, 0.9, 2), (4, 0.9, 4), (4, 0.5, 0)):
+        controller = Controller(4, costs_of(steps, c=0.0), n_min=n_min)
+        controller._n_drafts = 10
+        controller.begin(1)
+        kind, k = controller.plan(None, [chance] * 4, 4)
+        assert (kind, k if kind == "ngram" else 0) == ("ngram" if expected else "none", expected)
+    for n_min, expected in ((0, 2), (4, 4)):
+        controller = Controller(4, costs_of(steps, c=0.0), n_min=n_min)
+        controller._n_drafts, controller._account = 10, 8.0
+        for _ in range(40):
+            controller.acceptance.observe([0.9] * 4, 4)
+        controller.begin(1)
+        controller.plan(1, None, 4)
+        assert grow(controller, 0.9, 4) == expected, n_min
+
+
+@pytest.mark.parametrize("cost", [0.8, 1.0, 2.0])
+def test_losing_copies_stop_each_other_whatever_their_chances_say(cost: float) -> None:
+    controller = Controller(4, costs_of({n: 1 + cost * (n > 1) for n in (1, 2, 3, 5)}))
+    lost = 0.0
+    for _ in range(100):
+        controller.begin(1)
+        kind, k = controller.plan(None, [0.95] * 4, 4)
+        lost += cost * (kind == "ngram")
+        taken = k if kind == "ngram" else 0
+        controller.observe([Outcome(kind, [0.95] * taken, taken, 0, 1)], UNIT_S * (1 + cost * (taken > 0)), 0.0, 0, 0)
+        controller.foretold([0.95] * 4, 0)
+    assert lost <= 5 * cost + 4
+
+
+def test_the_actual_gain_is_of_the_time_that_it_took() -> None:
+    """Rounds of two tokens took 1.6 units where 1.1 were expected: the gain is 2 / 1.6 - 1."""
+    controller = Controller(1, costs_of(flat(0.0), c=0.1))
+    for _ in range(4):
+        controller.begin(1)
+        controller.observe([Outcome("draft", [0.9], 1, 1, 2)], UNIT_S * 1.0, UNIT_S * 0.6, 1, 1)
+    gain = controller.report()["gain_tokens_per_unit"]
+    assert gain["actual"] == pytest.approx(2 / 1.6 - 1, rel=0.02)  # type: ignore[index]
 
 
 def test_no_room_no_draft() -> None:
@@ -697,7 +813,12 @@ def test_an_answer_is_told_of_apart() -> None:
     ],
 )
 def test_what_to_expect_beforehand(temperature: float, c: float | None, words: str | None) -> None:
-    assert Controller(8, costs_of(flat(0.1))).expectation(temperature, c) == words
+    controller = Controller(8, costs_of(flat(0.1)))
+    controller.costs.n_steps = 9
+    assert controller.expectation(temperature, c) == words
+    controller.costs.n_steps = 2  # of one calibration, which something else may have disturbed
+    again = " (specli tune measures it anew)" if c is not None and c > 0.4 else ""
+    assert controller.expectation(temperature, c) == (words and words + again)
 
 
 def test_both_reasons_for_doubt() -> None:
@@ -733,9 +854,7 @@ def test_a_profile_brings_back_costs_and_acceptance() -> None:
     assert after.acceptance.mean == pytest.approx(0.8, abs=0.1)
     assert after._profit == pytest.approx(before._usual)
     assert after._account == min(before._account, CREDIT)  # a warm start gets no credit
-    costs = kept_by(before)["costs"]["0"]  # type: ignore[index]
-    few = {n: min(seen, 3) for n, seen in costs["v_samples"].items()}
-    assert kept_by(after)["costs"] == {"0": {**costs, "v_samples": few}}
+    assert kept_by(after)["costs"] == kept_by(before)["costs"]
 
 
 def test_new_times_outvote_a_profile() -> None:

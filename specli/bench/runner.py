@@ -27,6 +27,7 @@ from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.engine.base import Slice
 from specli.errors import ConfigError, ContextOverflow
+from specli.profile import Profile
 from specli.request import Request
 from specli.verify import Verifier, make_verifier
 
@@ -138,7 +139,8 @@ class Runner:
         drafting = self._session.drafting
         if drafting is None:
             raise ConfigError(f"there is nothing to speculate with: {self._session.speculation.reason}")
-        profile = Path(self._folder.name) / f"{setting.drafter}-{setting.verify}-{setting.temperature:g}.json"
+        folder, kind = Path(self._folder.name), setting.drafter
+        drafts = folder / f"{kind}-{setting.verify}-{setting.temperature:g}.json"
         made = dataclasses.replace(
             drafting,
             verifier=verifier,
@@ -146,7 +148,7 @@ class Runner:
             is_fixed=setting.k is not None,
             draft=drafting.draft if setting.drafter in ("draft", "auto") else None,
             uses_ngram=setting.drafter in ("ngram", "auto"),
-            profile=profile,
+            profile=Profile(folder / f"{kind}-costs.json", drafts),
         )
         drafter, controller = made.make()
         if self._share:

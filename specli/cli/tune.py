@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,9 +21,12 @@ from specli.errors import Cancelled, ConfigError
 
 if TYPE_CHECKING:
     from specli.controller import Controller
+    from specli.record import Record
     from specli.session import Session
+    from specli.stats import Stats, Totals
 
 BUSY = 1.5  # load per core, this command's own threads among it
+_MOST_CHARACTERS = 40  # of a prompt, in the table
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 FORMATS = ("table", "json")
 PROMPTS = (
@@ -57,6 +62,7 @@ def tune(
     from specli.bench import machine
     from specli.render.choose import choose
     from specli.session import Hooks, Session
+    from specli.stats import Totals
 
     if output not in FORMATS:
         raise ConfigError(f"-o/--output got {output!r}, expected one of {', '.join(FORMATS)}")
@@ -73,7 +79,7 @@ def tune(
         n_gpu_layers=gpu_layers_draft,
         flash_attn=flash_attn,
     )
-    settings = Settings(target, draft, SamplingOptions(temperature), SpeculationOptions())
+    settings = Settings(target, draft, SamplingOptions(temperature), SpeculationOptions(measure_anew=True))
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         console = stack.enter_context(choose(sys.stderr, sys.stderr, os.environ))
@@ -81,24 +87,28 @@ def tune(
         with Session(settings, Hooks(console.progress, console.notice, interrupt)) as session:
             if session.controller is None:
                 raise ConfigError(f"there is nothing to tune: {session.speculation.reason}")
-            asked = tuple(prompts or PROMPTS)
+            asked, totals, records = tuple(prompts or PROMPTS), Totals(), []
             for i, prompt in enumerate(asked):
                 console.progress("measuring", i / len(asked))
-                _measure(session, prompt, generation)
+                totals.add(_measure(session, prompt, generation))
+                records.append((prompt, session.controller.record))
             if (load := machine.load_average()) is not None and load > BUSY * (os.cpu_count() or 1):
                 console.notice(f"the machine was busy (load {load:.1f}): these costs are doubtful; measure again alone")
             console.close()
-            _print(session.controller, output)
+            _print(session.controller, totals, records, output)
         if interrupt.requested:
             raise typer.Exit(Cancelled.exit_code)
 
 
-def _measure(session: Session, prompt: str, generation: GenerationOptions) -> None:
+def _measure(session: Session, prompt: str, generation: GenerationOptions) -> Stats:
     from specli.chat import Message
+    from specli.stats import Stats
 
     ids = session.text_ids(prompt) if session.template is None else session.chat_ids([Message("user", prompt)])
-    for _ in session.generate(ids, generation):
-        pass
+    stats = Stats()
+    for event in session.generate(ids, generation):
+        stats.observe(event)
+    return stats
 
 
 def break_even(k: int, cost: float) -> float | None:
@@ -112,24 +122,33 @@ def break_even(k: int, cost: float) -> float | None:
     return high
 
 
-def _print(controller: Controller, output: str) -> None:
-    """Costs as measured; without a draft model the proposals are copies, which cost no pass."""
+def _print(controller: Controller, totals: Totals, records: Sequence[tuple[str, Record]], output: str) -> None:
+    """Costs as measured; without a draft model the proposals are copies, which cost no pass.
+
+    ``totals``: over all prompts; ``records``: what was decided, by prompt.
+    """
     costs, has_model = controller.costs, controller.costs.knows_c
     rows = []
     for k in LENGTHS:
         cost = costs.v(1 + k) + (costs.draft_cost(k, 1) if has_model else 0.0)
         rows.append({"k": k, "v": costs.v(1 + k), "cost": cost, "break_even": break_even(k, cost)})
     if output == "json":
-        typer.echo(json.dumps({**controller.report(), "lengths": rows}, allow_nan=False))
+        drafted = {"proposed": totals.proposed, "accepted": totals.accepted, "acceptance_rate": totals.acceptance_rate}
+        told = [{"prompt": prompt, **record.as_dict()} for prompt, record in records]
+        pays = controller.break_even if has_model else None
+        report = {**costs.as_dict(), **drafted, "break_even": pays, "lengths": rows, "prompts": told}
+        typer.echo(json.dumps(report, allow_nan=False))
         return
-    if has_model:
-        mean = f"{controller.acceptance.mean:.2f}" if controller.acceptance.is_known else "none was judged"
-        typer.echo(f"draft step c = {costs.c:.2f}; mean acceptance of drafted tokens: {mean}")
-    else:
-        typer.echo("no draft model: copies from the text, which cost nothing to propose")
+    head = f"draft step c = {costs.c:.2f}" if has_model else "no draft model: copies cost nothing to propose"
+    rate = totals.acceptance_rate
+    accepted = f"{totals.accepted} of {totals.proposed} drafted tokens accepted" + (
+        "" if rate is None else f", {rate:.1%}"
+    )
+    typer.echo(f"{head}; {accepted}")
     typer.echo("  K  v(K+1)   cost  pays from acceptance")
     for row in rows:
         needed = row["break_even"]
         word = "never" if needed is None else f"{needed:.2f}"
         typer.echo(f"{row['k']:3d}  {row['v']:6.2f} {row['cost']:6.2f}  {word}")
-    typer.echo(controller.explain())
+    for prompt, record in records:
+        typer.echo(f"{textwrap.shorten(prompt, _MOST_CHARACTERS, placeholder='…')!r}: {record.explain()}")
