@@ -41,6 +41,7 @@ class CostModel:
         self.knows_c = False  # whether that is measured, here or in an earlier run
         self.feed: float | None = None  # units per token fed beyond the second; None: not measured
         self._level: deque[tuple[int, float]] = deque(maxlen=N_SAMPLES)  # width, seconds / relative cost
+        self._level_s = 0.0  # the median of these
         self._samples: dict[int, deque[float]] = {1: _kept(1.0)}
         self._n_seen = {1: N_TRUSTED}  # times per width, those of earlier runs included
         self.n_steps = 0  # the same for c
@@ -70,7 +71,7 @@ class CostModel:
         return other
 
     def _unit_s(self) -> float:
-        return _middle(level_s for _width, level_s in self._level) * self._relative[1]
+        return self._level_s * self._relative[1]
 
     def observe_pass(self, n_tokens: int, seconds: float) -> None:
         """A target pass over ``n_tokens`` took ``seconds``, the host's share of the round included."""
@@ -78,7 +79,8 @@ class CostModel:
             return
         slot = _slot(n_tokens)
         guess = self._interpolated(slot)
-        seconds *= guess / self._interpolated(n_tokens)
+        if slot != n_tokens:
+            seconds *= guess / self._interpolated(n_tokens)
         samples = self._samples.setdefault(slot, deque(maxlen=N_SAMPLES))
         is_trusted = len(samples) >= N_TRUSTED
         others = [level_s for width, level_s in self._level if width != slot]
@@ -90,6 +92,7 @@ class CostModel:
             self._set(slot, _middle(samples))
         if is_trusted or not self._level:
             self._level.append((slot, seconds / guess))
+            self._level_s = _middle([level_s for _width, level_s in self._level])
 
     def _set(self, slot: int, relative: float) -> None:
         """What ``slot`` costs, relative to the level; a median often stays what it was."""
@@ -277,7 +280,8 @@ class Profit(NamedTuple):
 
     def moved(self, news: Profit, memory: float) -> Profit:
         """The running mean with ``news`` in it."""
-        return Profit(*(memory * old + (1 - memory) * new for old, new in zip(self, news, strict=True)))
+        (tokens, units), rest = self, 1 - memory
+        return Profit(memory * tokens + rest * news.tokens, memory * units + rest * news.units)
 
     @classmethod
     def restored(cls, kept: object, k_max: int) -> Profit | None:

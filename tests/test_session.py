@@ -31,6 +31,7 @@ from specli.chat import Message
 from specli.config import GenerationOptions, SamplingOptions
 from specli.errors import Cancelled, ConfigError, ContextOverflow, EngineError, ModelLoadError, VocabMismatch
 from specli.events import Finished, PrefillDone, Text
+from specli.profile import Profile
 from specli.session import Hooks, Session
 
 CLOSE = 0.3  # margin of two logits that a pass of another width may turn over
@@ -723,3 +724,23 @@ def test_longer_and_shorter_limits_of_drafts(tiny_model, open_session):
     session, _ = open_session(settings(target, draft, n_max=4, n_min=4))
     answer = assert_speculation_changes_nothing(session, session.text_ids("abc"), 30)
     assert answer.stats.proposed > 0
+
+
+def test_costs_are_kept_by_how_the_models_were_loaded_and_drafts_by_how_they_are_judged(tiny_model, open_session):
+    """What --exact settled on has costs of its own; a temperature, a seed or a sampler's number changes none."""
+    target, draft = tiny_model(), tiny_model(noise=0.1)
+
+    def kept(loaded: dict[str, object] | None = None, **sampling) -> Profile:
+        session, _ = open_session(settings(target, draft, sampling=SamplingOptions(**{"temperature": 0, **sampling})))
+        session.target_options = replace(session.target_options, **(loaded or {}))
+        return session._profile(session.settings.draft)
+
+    first = kept()
+    assert kept() == first
+    for sampling in ({"temperature": 0.3}, {"temperature": 1.5}, {"temperature": 0.8, "seed": 7}, {"top_k": 3}):
+        assert kept(**sampling).costs == first.costs
+        assert kept(**sampling).drafts != first.drafts
+    assert kept(temperature=0.7) == kept(temperature=0.9)
+    assert kept(temperature=0.7, seed=1) == kept(temperature=0.7, seed=2)
+    for loaded in ({"flash_attn": "on"}, {"n_threads": 7}, {"cache_type_k": "q8_0"}, {"n_sequences": 4}):
+        assert kept(loaded).costs != first.costs
