@@ -38,10 +38,16 @@ def unenforced_keywords(options: SamplingOptions) -> list[str]:
     return unenforced(options.json_schema) if options.json_schema else []
 
 
-def make_sampler(options: SamplingOptions, model: LlamaModel, pieces: Callable[[], Pieces] | None = None) -> Sampler:
+def make_sampler(
+    options: SamplingOptions,
+    model: LlamaModel,
+    pieces: Callable[[], Pieces] | None = None,
+    breakers: Callable[[tuple[str, ...]], Breakers] | None = None,
+) -> Sampler:
     """The chain over ``model``'s vocabulary. Raises ``ConfigError`` for tokens that it does not have.
 
-    ``pieces`` gives the vocabulary as grammars want it, where it may have been made before.
+    ``pieces`` gives the vocabulary as grammars want it and ``breakers`` is ``find_breakers``, where either may have
+    been made before: both walk the whole vocabulary.
     """
     for token, _bias in options.logit_bias:
         if token >= model.n_vocab:
@@ -70,7 +76,7 @@ def make_sampler(options: SamplingOptions, model: LlamaModel, pieces: Callable[[
         dry_base=options.dry_base,
         dry_allowed_length=options.dry_allowed_length,
         dry_penalty_last_n=options.dry_penalty_last_n,
-        dry_breakers=_breakers(options, model),
+        dry_breakers=_breakers(options, model, breakers),
         mirostat=options.mirostat,
         mirostat_tau=options.mirostat_tau,
         mirostat_eta=options.mirostat_eta,
@@ -95,13 +101,19 @@ def _gbnf(options: SamplingOptions) -> str:
     return schema_grammar(options.json_schema)
 
 
-def _breakers(options: SamplingOptions, model: LlamaModel) -> Breakers:
-    """First token -> the other tokens, of each way that a breaker can come (``get_overlapping_token_sequences``)."""
+def _breakers(
+    options: SamplingOptions, model: LlamaModel, known: Callable[[tuple[str, ...]], Breakers] | None
+) -> Breakers:
     if options.dry_multiplier == 0:
         return {}
+    return find_breakers(options.dry_breakers, model) if known is None else known(options.dry_breakers)
+
+
+def find_breakers(texts: Sequence[str], model: LlamaModel) -> Breakers:
+    """First token -> the other tokens, of each way that a breaker can come (``get_overlapping_token_sequences``)."""
     words = [model.special_piece(token).decode("utf-8", "replace") for token in range(model.n_vocab)]
     found: dict[int, list[tuple[int, ...]]] = {}
-    for text in options.dry_breakers:
+    for text in texts:
         text = text[:_MOST_CHARACTERS]
         for token, word in enumerate(words):
             for tail in _tails(word, text, lambda rest: model.tokenize(rest, False, False)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specli import gguf_file, vocab
-from specli.chain import check_constraint, make_sampler
+from specli.chain import check_constraint, find_breakers, make_sampler
 from specli.chat import ChatTemplate, Message, RenderBuiltin, check_template, tokenize_parts
 from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, TemplateOptions
 from specli.decode import Decoder
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from specli.controller import Controller
     from specli.engine.grammar import Pieces
     from specli.engine.llama import LlamaEngine, LlamaModel
+    from specli.samplers import Breakers
 
 _WARMEST = 4  # in halves of a degree: what comes above is alike
 _PARSED_TYPES = (2, 3)  # llama_token_type unknown and control: texts that llama.cpp turns into tokens on request
@@ -52,7 +53,8 @@ class Session:
     """A loaded target and its drafter. Use it as a context manager.
 
     ``speculation`` says whether and why drafting is on; ``load_s`` is the seconds that loading took; ``seed`` is the
-    number that repeats the text, or None where nothing does.
+    number that repeats the text, or None where nothing does. Where the block or rejection verifier draws and a
+    controller decides how far to draft, from times that it measured, a seed repeats the coins alone, not the text.
     """
 
     def __init__(self, settings: Settings, hooks: Hooks | None = None) -> None:
@@ -65,6 +67,7 @@ class Session:
         self._events: Generator[Event, None, None] | None = None
         self._expectation = ""
         self._pieces: Pieces | None = None
+        self._breakers: dict[tuple[str, ...], Breakers] = {}
         self.seed = settings.sampling.seed
         if settings.verify == "coupled" and self.seed is None:
             self.seed = _any_seed()
@@ -100,7 +103,7 @@ class Session:
         self.engine = self._make_engine(self.model, target, n_rows)
         self.template = _template(header, self.model, settings.template, builtin)
         self._end_ids = frozenset[int]() if settings.sampling.ignore_eos else self.model.end_ids
-        self.sampler = make_sampler(settings.sampling, self.model, self._pieces_once)
+        self.sampler = make_sampler(settings.sampling, self.model, self._pieces_once, self._breakers_once)
         self.verifier: Verifier = make_verifier(settings.verify, self.sampler)
         self.drafter: Drafter | None = None
         if kind != "none":
@@ -116,6 +119,16 @@ class Session:
             is_fixed=speculation.fixed,
             expectation=self._expectation,
         )
+        self._tell_of_seed()
+
+    def _tell_of_seed(self) -> None:
+        """A notice where the text under the seed that was asked for may depend on measured times."""
+        name, seed = self.verifier.name, self.settings.sampling.seed
+        if seed is not None and self.controller is not None and name in ("block", "rejection"):
+            self._hooks.notice(
+                f"-s {seed} with --verify {name}: the text repeats with --draft-fixed only; --verify coupled repeats "
+                "it with any draft"
+            )
 
     def _settle(self, target: ModelOptions) -> tuple[ModelOptions, int]:
         """``--exact``: settings that were proved exact, and the tokens that one pass may hold under them."""
@@ -140,7 +153,7 @@ class Session:
     def verifier_for(self, sampling: SamplingOptions) -> Verifier:
         """Who draws and judges under other sampling settings than the session's. Raises ``ConfigError``."""
         name = replace(self.settings, sampling=sampling).verify
-        return make_verifier(name, make_sampler(sampling, self.model, self._pieces_once))
+        return make_verifier(name, make_sampler(sampling, self.model, self._pieces_once, self._breakers_once))
 
     def _pieces_once(self) -> Pieces:
         """The vocabulary as grammars want it, made once."""
@@ -149,6 +162,12 @@ class Session:
         if self._pieces is None:
             self._pieces = Pieces(self.model)
         return self._pieces
+
+    def _breakers_once(self, texts: tuple[str, ...]) -> Breakers:
+        """DRY's breakers in the vocabulary, found once."""
+        if texts not in self._breakers:
+            self._breakers[texts] = find_breakers(texts, self.model)
+        return self._breakers[texts]
 
     @property
     def drafting(self) -> Drafting | None:

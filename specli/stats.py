@@ -26,7 +26,7 @@ N_IDLE = 8  # rounds without a single draft that are called off
 
 
 @dataclass(slots=True)
-class _Round:
+class Round:
     """A round's counts for this sequence, and when it ended (clock mark, s)."""
 
     proposed: int
@@ -56,7 +56,7 @@ class Stats:
     proposed: int = 0  # draft tokens that the target judged
     accepted: int = 0  # draft tokens that it accepted
     _emitted: int = 0  # by rounds
-    _rounds: list[_Round] = field(default_factory=list)
+    _rounds: list[Round] = field(default_factory=list)
     _reached: list[int] = field(default_factory=list)  # per position: rounds that proposed at least so many tokens
     _passed: list[int] = field(default_factory=list)  # per position: rounds that accepted at least so many
 
@@ -65,7 +65,7 @@ class Stats:
         if isinstance(event, RoundDone):
             for part in event.sequences:
                 if part.sequence == self.sequence:
-                    self._rounds.append(_Round(part.proposed, part.accepted, part.emitted, event.at_s))
+                    self._rounds.append(Round(part.proposed, part.accepted, part.emitted, event.at_s))
                     self._count(self._rounds[-1], 1)
                     self.draft_s += event.draft_s
                     self.verify_s += event.verify_s
@@ -84,7 +84,7 @@ class Stats:
             if self.logprobs is not None:
                 del self.logprobs[len(event.tokens) :]
 
-    def _count(self, r: _Round, sign: int) -> None:
+    def _count(self, r: Round, sign: int) -> None:
         """Add a round to the counters (``sign`` 1) or take it out (-1): reading them costs the same at any length."""
         self.proposed += sign * r.proposed
         self.accepted += sign * r.accepted
@@ -104,12 +104,20 @@ class Stats:
             self._count(last, -1)
             if n_cut < last.emitted:
                 kept = last.emitted - n_cut
-                shorter = _Round(min(last.proposed, kept), min(last.accepted, kept), kept, last.at_s)
+                shorter = Round(min(last.proposed, kept), min(last.accepted, kept), kept, last.at_s)
                 self._rounds.append(shorter)
                 self._count(shorter, 1)
             n_cut -= min(n_cut, last.emitted)
         if n_cut > 0:  # the first token itself was taken back
             self.first_at_s = None
+
+    def settled(self, start: int, n_open: int = 0) -> list[Round]:
+        """Rounds from the ``start``-th on that stay whatever of the last ``n_open`` tokens is taken back."""
+        end = len(self._rounds)
+        while end > start and n_open > 0:
+            end -= 1
+            n_open -= self._rounds[end].emitted
+        return self._rounds[start:end]
 
     @property
     def rounds(self) -> int:

@@ -34,6 +34,11 @@ class TextStream:
         self._starts: list[tuple[int, int]] = []  # recent tokens: (first character, index), for the cut
         self._n_tokens = 0
 
+    @property
+    def n_open(self) -> int:
+        """Tokens at the end that a stop string may still take back."""
+        return self._n_tokens - self._starts[0][1] if self._starts else 0
+
     def push(self, token: int, provenance: Provenance) -> list[Span]:
         """Add one token; returns the spans that became final, perhaps none."""
         piece = self._piece(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -13,12 +14,13 @@ import pytest
 from support import CommandLine, settings
 
 from specli.bench.harness import Setting
-from specli.bench.measure import settings_of
+from specli.bench.measure import Watch, measure, settings_of
 from specli.bench.runner import Runner
 from specli.bench.workloads import Prompt, built_in
 from specli.cli.bench import seconds
 from specli.config import BenchOptions
 from specli.errors import ConfigError, ContextOverflow
+from specli.exact import Proof
 from specli.session import Session
 
 
@@ -50,6 +52,21 @@ def test_temperature_zero_has_one_verifier():
         Setting("ngram", 2, 0.8, "block"),
         Setting("ngram", 2, 0.8, "coupled"),
     ]
+
+
+def test_lengths_that_the_session_does_not_draft_are_measured_once(tiny_model, monkeypatch):
+    """--exact, where passes of up to three tokens are exact."""
+    proof = Proof({}, 3, 1.0, (16,))
+    monkeypatch.setattr("specli.exact.settle", lambda *_arguments: proof)
+    options = BenchOptions(lengths=(1, 2, 4, 8, None), spec_types=("ngram",), n_predict=8)
+    chosen = settings(tiny_model(), n_max=options.k_max, fixed=True, model={"n_ctx": 128})
+    notices = []
+    with Session(dataclasses.replace(chosen, exact=True)) as loaded:
+        assert loaded.speculation.k == 2
+        prompts = [Prompt("w", "w 1", "abcabcabcabc")]
+        report = measure(loaded, prompts, options, Watch(notice=notices.append), [])
+    assert sorted(cell.setting.k or 0 for cell in report.cells) == [0, 1, 2]
+    assert notices == ["--spec-draft-n-max 4, 8: a pass has room for drafts of 2 tokens here; that is measured"]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,17 @@ def test_arrivals_that_were_due_before_a_step_is_cut_short_are_unfinished():
     assert len(run.records) + run.n_unfinished == len(arrivals_until(run.ended_s - run.started_s)) > 30
 
 
+def test_requests_of_the_warm_up_that_are_cut_off_are_told():
+    looks = itertools.count()
+    watch = Watch(stopped=lambda: next(looks) >= 6)
+    run = asyncio.run(run_step(SlowAsker(), Step(40, False, Extent(2)), asks(), watch))
+    assert run.started_s is not None
+    assert run.n_cut == 40
+    assert run.n_unfinished < 40
+    run = asyncio.run(run_step(SlowAsker(), Step(2, False, Extent(2, n_requests=4)), asks(), Watch()))
+    assert (run.n_cut, run.is_cut) == (0, False)
+
+
 def test_requests_that_wait_to_be_sent_are_unfinished_too(monkeypatch):
     class Silent:
         n_asked = 0
@@ -391,6 +402,8 @@ def test_the_user_and_the_clock_stop_it():
         report = measure(options(server, concurrency=(1,), warmup_requests=0, sla_ttft_ms=60_000), watch=watch)
         assert (report.ending, report.steps[0].n_ok, report.steps[0].n_unfinished) == ("interrupted", 5, 1)
         assert report.words == ["nobody can tell what is inside TTFT 60000 ms: requests were unfinished"]
+        assert (report.steps[0].output_tok_s, report.steps[0].goodput_s) == (None, None)
+        assert report.steps[0].requests_s > 0
         with pytest.raises(Cancelled, match="stopped before anything was measured"):
             measure(options(server), watch=Watch(stopped=lambda: True))
         with pytest.raises(ConfigError, match="--time-budget of 1 s was over before anything was measured"):
@@ -511,6 +524,33 @@ def test_the_answer_is_on_stdout_in_every_form(specli: CommandLine, form, tmp_pa
     if files:
         assert "hidden" not in (tmp_path / "a.json").read_text("utf-8")
         assert "svg" in (tmp_path / "a.svg").read_text("utf-8")
+
+
+def test_loads_come_in_the_order_given(specli: CommandLine):
+    for flag, loads in (("--concurrency", "2,1"), ("--rate", "80,40")):
+        arguments = (flag, loads, "--requests", "3", "--warmup-for", "1", "-o", "jsonl")
+        with running() as server:
+            ended = specli("bench", "--url", server.url, *arguments)
+        rows = [json.loads(line) for line in ended.out.splitlines()]
+        assert [row["concurrency"] or row["rate"] for row in rows] == [float(load) for load in loads.split(",")]
+
+
+def test_when_most_requests_fail_the_figures_come_with_an_error(specli: CommandLine, tmp_path):
+    def behave(i, _body):
+        return Script() if i % 4 == 0 else Script(status=429, said="slow down")
+
+    arguments = ("--concurrency", "1", "--requests", "8", "--warmup-for", "0", "-o", "json", "--save", tmp_path / "a")
+    with running(behave=behave) as server:
+        ended = specli("bench", "--url", server.url, *arguments)
+    assert ended.code == 7
+    assert ended.err.strip() == (
+        f"specli: error: --url {server.url}: at no load did half of the requests succeed; at best 2 of 8, at "
+        "concurrency 1; 6 gave http 429 (slow down)"
+    )
+    found = json.loads(ended.out)
+    assert found["steps"][0]["good_requests"] == 2
+    assert "concurrency 1: only 2 of 8 requests succeeded" in found["notes"]
+    assert load(tmp_path / "a")["steps"] == found["steps"]
 
 
 def test_files_of_two_kinds_do_not_compare(specli: CommandLine, kept, tmp_path):

@@ -57,8 +57,21 @@ def test_a_load_that_was_cut_short_is_noted():
     times = [float(ms) for ms in range(50, 90)]
     assert not compare(kept(times), kept(times)).notes
     assert compare(kept(times), kept(times, n_unfinished=3)).notes == (
-        "concurrency 2: the new one left 3 requests unfinished; its latencies are of the faster ones",
+        "concurrency 2: the new one left 3 requests unfinished; its latencies are of the faster ones, its tokens/s are "
+        "unknown",
     )
+
+
+def test_tokens_per_second_of_a_load_that_was_cut_short_are_not_compared():
+    """Also where an earlier version has counted them without those of the answers under way."""
+    old, new, cut = kept([5.0]), kept([5.0]), kept([5.0], n_unfinished=1)
+    for document, rate in ((old, 80.0), (new, 40.0), (cut, 40.0)):
+        document["steps"][0].update(output_tok_s=rate, requests_s=rate / 10)
+    assert compare(old, new).changes[0].ratios["output_tok_s"].value == 0.5
+    for pair in ((old, cut), (cut, old)):
+        found = compare(*pair).changes[0].ratios
+        assert found["output_tok_s"] is None
+        assert found["requests_s"] is not None
 
 
 def test_loads_that_only_one_file_has_are_noted():

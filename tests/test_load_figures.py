@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 import math
 import re
 
@@ -25,6 +27,7 @@ from specli.loadtest.scrape import Counters, between, counters
 from specli.loadtest.search import Found, probes
 from specli.loadtest.sse import MOST_BYTES, EventParser, EventTooLong
 from specli.loadtest.window import Extent, SteadyWindow
+from specli.render.load import markdown, print_report
 
 URL = "http://127.0.0.1:1"
 
@@ -346,14 +349,53 @@ def test_a_load_that_was_cut_short_is_neither_inside_nor_outside():
     assert (cut.goodput, cut.is_inside) == (None, None)
     report = LoadReport({}, [whole, cut], "time", 2, 5.0, None, "TTFT 2000 ms")
     assert report.words[0].startswith("highest measured load inside the bounds: concurrency 8 (100% of requests")
-    unfinished = "concurrency 16: 1 of 3 requests were unfinished; latencies are of the others, the faster ones"
-    assert f"{unfinished}, and whether it is inside the bounds is unknown" in report.remarks
+    unfinished = (
+        "concurrency 16: 1 of 3 requests were unfinished; latencies are of the others, the faster ones; tokens/s are "
+        "unknown"
+    )
+    assert f"{unfinished}, and so is whether it is inside the bounds" in report.remarks
     assert unfinished in LoadReport({}, [cut], "time", 2, 5.0).remarks
     alone = LoadReport({}, [cut], "interrupted", 2, 5.0, None, "TTFT 2000 ms")
     assert alone.words == ["nobody can tell what is inside TTFT 2000 ms: requests were unfinished"]
     slow = f.figures(StepRun(fast, 0.0, 5.0), 8, False, f.Bounds(1.0))
     unsure = LoadReport({}, [slow, cut], "time", 2, 5.0, None, "TTFT 1 ms")
     assert unsure.words[0].startswith("no load that can be judged is inside the bounds: concurrency 8 has 0%")
+
+
+@pytest.mark.parametrize("left", [{"n_unfinished": 1, "n_cut": 1}, {"n_cut": 2}, {"n_unfinished": 1}])
+def test_what_was_cut_off_had_tokens_that_nobody_counted(left):
+    """An answer that had given 20 tokens leaves no usage: without them the throughput would be too low."""
+    run = StepRun((record(), record(is_measured=False)), 0.0, 5.0, stopped=True, **left)
+    found = f.figures(run, 4, False, f.Bounds(2000.0))
+    assert (found.output_tok_s, found.goodput_s, found.in_flight) == (None, None, None)
+    assert found.requests_s == pytest.approx(2 / 5)  # those that ended are all known
+    report = LoadReport({}, [found], "time", 1, 5.0)
+    assert any("tokens/s are unknown" in line for line in report.remarks)
+    assert "2 requests of the warm-up were cut off; tokens/s are unknown" in report.remarks[1] or found.n_unfinished
+    (line,) = report.lines()
+    assert line["output_tok_s"] is None
+    json.dumps(report.as_dict(), allow_nan=False)
+    assert "| – |" in markdown(report)
+    print_report(io.StringIO(), {}, report, details=True)
+    whole = f.figures(StepRun(run.records, 0.0, 5.0), 4, False, f.Bounds(2000.0))
+    assert whole.output_tok_s == pytest.approx(14 / 5)
+
+
+def test_a_load_of_which_most_requests_failed_is_remarked():
+    def load(n_good, n_bad):
+        failed = record(bursts=(), error="http 429", message="slow down")
+        return f.figures(StepRun((record(),) * n_good + (failed,) * n_bad, 0.0, 5.0), n_good, False, f.Bounds())
+
+    half, fewer, least = load(3, 3), load(2, 3), load(1, 3)
+    line = "concurrency 2: only 2 of 5 requests succeeded"
+    report = LoadReport({"url": "http://a"}, [half, fewer], "done", 2, 5.0)
+    assert line in report.remarks
+    assert not any(" 3 of 6 " in remark for remark in report.remarks)
+    assert report.failure is None
+    assert LoadReport({"url": "http://a"}, [least, fewer], "done", 2, 5.0).failure == (
+        "--url http://a: at no load did half of the requests succeed; at best 2 of 5, at concurrency 2; 3 gave "
+        "http 429 (slow down)"
+    )
 
 
 def test_a_load_on_which_nothing_works_is_outside_though_its_warm_up_never_ended():

@@ -324,6 +324,28 @@ def test_the_names_are_llama_cpps() -> None:
     assert State() == (None, None)
 
 
+def test_a_session_looks_for_breakers_once(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request with penalties of its own has its own sampler; the vocabulary is the same."""
+    from specli.config import Settings
+    from specli.engine.llama import LlamaModel
+    from specli.session import Session
+
+    asked, piece = list[int](), LlamaModel.special_piece
+    monkeypatch.setattr(LlamaModel, "special_piece", lambda model, token: asked.append(token) or piece(model, token))
+    with Session(
+        Settings(ModelOptions(tiny_model(), n_ctx=64), sampling=SamplingOptions(dry_multiplier=0.8))
+    ) as session:
+        n_before = len(asked)
+        assert n_before >= session.model.n_vocab
+        for seed in range(3):
+            verifier = session.verifier_for(SamplingOptions(dry_multiplier=0.8, seed=seed))
+            assert verifier.sampler.dry_breakers == session.sampler.dry_breakers != {}
+        assert len(asked) == n_before
+        other = session.verifier_for(SamplingOptions(dry_multiplier=0.8, dry_breakers=("a",)))
+        assert other.sampler.dry_breakers != session.sampler.dry_breakers
+        assert session.verifier_for(SamplingOptions()).sampler.dry_breakers == {}
+
+
 def test_breakers_of_a_real_vocabulary(tiny_model: Callable[..., Path]) -> None:
     """Against llama.cpp's own DRY with its default breakers, on a model's tokens."""
     from specli.chain import make_sampler

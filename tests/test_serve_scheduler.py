@@ -13,7 +13,7 @@ import pytest
 from specli.controller import Controller
 from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.ngram import NgramDrafter
-from specli.engine.table import TableEngine, random_logits
+from specli.engine.table import LogitsFunction, TableEngine, random_logits
 from specli.errors import DeadEnd, EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, PrefillDone, RoundDone, Text
 from specli.sampling import Sampler
@@ -101,18 +101,20 @@ def server():
         pace: Pace | None = None,
         start=True,
         exact=False,
+        fixed=False,
         **options,
     ) -> Scheduler:
         engine = engine or TableEngine(LOGITS, V, n_sequences=n_slots, **{"n_ctx": 200, **options})
-        controller = Controller(4)
-        drafter = AdaptiveDrafter(controller, None, NgramDrafter(min_hit_rate=0.2))
+        ngram = NgramDrafter(min_hit_rate=0.2)
+        controller = None if fixed else Controller(4)
+        drafter = ngram if controller is None else AdaptiveDrafter(controller, None, ngram)
         session = SimpleNamespace(
             engine=engine,
             drafter=drafter,
             verifier=GREEDY,
             controller=controller,
             model=SimpleNamespace(piece=lambda token: bytes([65 + token])),
-            speculation=SimpleNamespace(k=4),
+            speculation=SimpleNamespace(k=4, drafter="n-gram"),
             settings=SimpleNamespace(exact=exact),
         )
         scheduler = Scheduler(session, Metrics(4, n_slots), pace or Pace(), n_queue)
@@ -133,11 +135,11 @@ def ask(scheduler: Scheduler, *clients: Client) -> None:
         scheduler.submit([client.job])
 
 
-def solo(prompt: Sequence[int], n: int = 8) -> tuple[int, ...]:
+def solo(prompt: Sequence[int], n: int = 8, logits: LogitsFunction = LOGITS) -> tuple[int, ...]:
     """Plain greedy decoding."""
     tokens = list(prompt)
     for _ in range(n):
-        tokens.append(int(LOGITS(tokens).argmax()))
+        tokens.append(int(logits(tokens).argmax()))
     return tuple(tokens[len(prompt) :])
 
 
@@ -333,7 +335,7 @@ def test_a_client_that_leaves_during_its_prompt_stops_at_the_next_batch(server):
     assert max(start for start, _length in engine.batches) == 16
 
 
-def test_a_job_that_was_not_finished_in_time_fails_alone(server):
+def test_a_job_that_was_not_finished_in_time_fails_alone(server, caplog):
     scheduler = server(n_slots=2)
     late = Client([1, 2], deadline_s=time.perf_counter(), max_tokens=100)
     fine = Client([3, 4], max_tokens=20)
@@ -341,6 +343,21 @@ def test_a_job_that_was_not_finished_in_time_fails_alone(server):
     assert isinstance(late.wait().error, TimedOut)
     assert fine.wait().tokens == solo([3, 4], 20)
     assert value(scheduler, 'specli_requests_refused_total{kind="timeout"}') == 1
+    assert said(caplog) == [("WARNING", f"an answer failed: {late.error}")]
+
+
+def test_an_answer_that_runs_out_of_time_is_in_the_log(server, caplog):
+    late = Client([1, 2], lambda event: setattr(late.job, "deadline_s", 0.0), max_tokens=100)
+    ask(scheduler := server(), late)
+    assert isinstance(late.wait().error, TimedOut)
+    assert late.n_tokens > 0
+    assert said(caplog) == [("WARNING", "an answer failed: the answer was not finished in time")]
+    scheduler.stop()
+
+
+def said(caplog) -> list[tuple[str, str]]:
+    """Levels and lines of the log."""
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
 class Broken:
@@ -357,7 +374,7 @@ class Broken:
         return GREEDY.verify(draft, rows, sequence)
 
 
-def test_an_answer_that_fails_takes_nobody_down(server):
+def test_an_answer_that_fails_takes_nobody_down(server, caplog):
     scheduler = server(n_slots=2, start=False)
     broken, fine = Client([1, 2], verifier=Broken(), max_tokens=50), Client([3, 4], max_tokens=50)
     ask(scheduler, broken, fine)
@@ -366,32 +383,158 @@ def test_an_answer_that_fails_takes_nobody_down(server):
     assert fine.wait().tokens == solo([3, 4], 50)
     assert value(scheduler, 'specli_requests_refused_total{kind="invalid"}') == 1, "nothing of the engine's"
     assert value(scheduler, 'specli_requests_refused_total{kind="engine"}') == 0
+    assert said(caplog) == []
     again = Client([1, 2])
     ask(scheduler, again)
     assert again.wait().tokens == solo([1, 2])
 
 
-def test_a_failed_pass_fails_its_answers_and_the_next_ones_are_answered(server):
-    class Fragile(TableEngine):
-        n_bad = 1
+class Fragile(TableEngine):
+    """Fails by a script: a pass for a prompt (p) or of a round (r), that the next of its kind works (-) or not (x)."""
 
-        def evaluate(self, slices, interruptible=False):
-            if not interruptible and self.n_bad:
-                self.n_bad -= 1
-                raise EngineError("the device was lost")
-            return super().evaluate(slices, interruptible)
+    script = ""
 
-    scheduler = server(engine=Fragile(LOGITS, V, n_ctx=200, n_sequences=2), start=False)
+    def evaluate(self, slices, interruptible=False):
+        kind, fate = self.script[:2] or "--"
+        if kind == "pr"[not interruptible]:
+            self.script = self.script[2:]
+            if fate == "x":
+                raise EngineError(f"the device was lost, {slices[0].tokens[0]}")
+        return super().evaluate(slices, interruptible)
+
+
+def fragile(script: str) -> Fragile:
+    engine = Fragile(LOGITS, V, n_ctx=200, n_sequences=2)
+    engine.script = script
+    return engine
+
+
+def test_a_failed_pass_fails_its_answers_and_the_next_ones_are_answered(server, caplog):
+    scheduler = server(engine=fragile("rx"), start=False)
     clients = [Client([1, 2]), Client([3, 4])]
     ask(scheduler, *clients)
     scheduler.start()
     for client in clients:
         client.wait()
-    assert any(isinstance(event, Failed) for client in clients for event in client.events)
+    failed = [client for client in clients if isinstance(client.events[-1], Failed)]
+    assert said(caplog) == [("ERROR", f"an answer failed: {client.error}") for client in failed]
+    assert failed
     again = Client([1, 2])
     ask(scheduler, again)
     assert again.wait().tokens == solo([1, 2])
     assert scheduler.failure is None
+
+
+@pytest.mark.parametrize("script", ["pxpxpx", "rxrxrx", "pxpxp-rxpxp-pxpxpx", "pxpxp-pxpxp-"])
+def test_passes_that_fail_one_after_the_other_are_a_failure_for_good(server, caplog, script):
+    """Any that succeeds between them says that the engine works."""
+    scheduler, is_lasting = server(engine=fragile(script)), script.endswith("pxpxpx")
+    errors = []
+    while scheduler.engine.script and scheduler.failure is None:
+        ask(scheduler, client := Client([len(errors) % V]))
+        client.wait()
+        errors += [client.error] if isinstance(client.events[-1], Failed) else []
+    assert len(errors) == script.count("x")
+    scheduler._thread.join(WAIT_S if is_lasting else 0.0)
+    assert value(scheduler, "specli_engine_failed") == is_lasting
+    assert [line for level, line in said(caplog) if level == "ERROR" and "for good" in line] == (
+        [f"the engine has failed for good: {errors[-1]}; restart the server"] if is_lasting else []
+    )
+    if is_lasting:
+        with pytest.raises(Unavailable, match="the engine has failed: the device was lost"):
+            scheduler.submit([Client([1]).job])
+    else:
+        ask(scheduler, client := Client([1, 2]))
+        assert client.wait().tokens == solo([1, 2])
+
+
+def test_a_round_that_fails_counts_once_whatever_the_number_of_its_answers(server):
+    scheduler = server(n_slots=5, engine=(engine := TableEngine(LOGITS, V, n_ctx=200, n_sequences=5)), start=False)
+    whole, n_left = engine.evaluate, [1]
+
+    def evaluate(slices, interruptible=False):
+        if len(slices) == 5 and n_left.pop():
+            raise EngineError("the device was lost")
+        return whole(slices, interruptible)
+
+    engine.evaluate = evaluate
+    clients = [Client([i], max_tokens=150) for i in range(5)]
+    ask(scheduler, *clients, last := Client([7]))
+    scheduler.start()
+    assert last.wait().tokens == solo([7])
+    assert sum(isinstance(client.events[-1], Failed) for client in clients) == 5
+    assert scheduler.failure is None
+
+
+def test_numbers_that_mean_nothing_in_every_row_are_a_failure_for_good(server):
+    class Lost(TableEngine):
+        def evaluate(self, slices, interruptible=False):
+            found = super().evaluate(slices, interruptible)
+            for rows in found.rows:
+                rows[:] = np.nan
+            return found
+
+    scheduler = server(engine=Lost(lambda tokens: LOGITS(tokens).copy(), V, n_ctx=200, n_sequences=2))
+    for i in range(3):
+        ask(scheduler, client := Client([i]))
+        assert isinstance(client.wait().error, EngineError)
+    scheduler._thread.join(WAIT_S)
+    assert scheduler.failure == str(client.error)
+
+
+def repeating(tokens: Sequence[int]) -> np.ndarray:
+    """A text that repeats itself, but for every ninth token."""
+    row = np.zeros(V, np.float32)
+    row[len(tokens) * 7 % V if len(tokens) % 9 == 0 else len(tokens) % 4] = 10.0
+    return row
+
+
+def test_what_a_stop_string_cuts_off_is_not_in_the_counters(server):
+    """Sums over all answers, by position too, are those of their usage, though drafted tokens were taken back."""
+    engine = TableEngine(repeating, V, n_ctx=200, n_sequences=2)
+    scheduler = server(n_queue=1000, engine=engine, fixed=True, start=False)
+    clients = []
+    for i in range(60):
+        text = "".join(chr(65 + token) for token in solo([i % V], 60, repeating))
+        at = 20 + i % 30
+        stops = (text[at : at + 1 + i % 7], "never", text[at : at + 2] + "!")
+        clients.append(Client([i % V], max_tokens=60, stops=stops))
+    ask(scheduler, *clients)
+    scheduler.start()
+    told, n_judged = [], 0
+    for client in clients:
+        stats = Stats(client.wait().job.slot)
+        for event in client.events:
+            if isinstance(event, Finished):
+                n_judged += stats.proposed
+            stats.observe(event)
+        told.append(stats)
+    scheduler.stop()
+    assert n_judged > sum(stats.proposed for stats in told), "some were taken back"
+    for name, expected in (
+        ("num_draft_tokens", sum(stats.proposed for stats in told)),
+        ("num_accepted_tokens", sum(stats.accepted for stats in told)),
+    ):
+        assert value(scheduler, f"specli_spec_decode_{name}_total") == expected > 0
+        positions = [f'specli_spec_decode_{name}_per_pos_total{{position="{i}"}}' for i in range(4)]
+        assert sum(value(scheduler, position) for position in positions) == expected
+    n_emitted = value(scheduler, "specli_generation_tokens_total") - sum(stats.first_at_s is not None for stats in told)
+    n_rounds = sum(stats.rounds for stats in told)
+    assert value(scheduler, "specli_spec_decode_block_efficiency") == pytest.approx(n_emitted / n_rounds)
+
+
+def test_rounds_are_counted_while_an_answer_goes_on(server):
+    """Those alone wait that a stop string may still take back."""
+    scheduler = server(n_slots=1)
+    seen = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, RoundDone):
+            seen.append(value(scheduler, "specli_spec_decode_block_efficiency"))
+
+    ask(scheduler, client := Client([1, 2], look, max_tokens=40, stops=("never",)))
+    client.wait()
+    assert seen[-1] >= 1
 
 
 def test_a_fault_of_ours_is_told_to_everybody_and_to_those_who_come_later(server):

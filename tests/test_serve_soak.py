@@ -79,6 +79,7 @@ class Crowd:
                 "max_tokens": self.rng.randint(1, 24),
                 "temperature": self.rng.choice([0, 0.8, 1.5]),
                 "n": self.rng.choice([1, 1, 2]),
+                "stop": self.rng.choice([None, ["tell me", " the "], ["e more", ", ", ".\n"]]),  # cut drafts too
             }
             route = "/v1/chat/completions"
             if fate == "no json":
@@ -98,7 +99,7 @@ class Crowd:
                 with pytest.raises((httpx.TimeoutException, httpx.TransportError)):
                     await client.post(
                         route,
-                        json={**body, "max_tokens": LONG, "ignore_eos": True},
+                        json={**body, "max_tokens": LONG, "ignore_eos": True, "stop": None},
                         timeout=self.rng.uniform(0.001, 0.3),
                     )
                 self.n_unsure += body["n"]
@@ -117,7 +118,8 @@ class Crowd:
     async def _stream(self, client, fate: str, route: str, body: dict) -> None:
         patience = 10**6
         if fate == "leaves stream":
-            patience, body["max_tokens"], body["ignore_eos"] = self.rng.randint(0, 6), LONG, True
+            patience = self.rng.randint(0, 6)
+            body.update({"max_tokens": LONG, "ignore_eos": True, "stop": None})
             self.n_left += body["n"]
         lines: list[str] = []
         async with client.stream("POST", route, json=body) as reply:

@@ -565,6 +565,25 @@ def test_a_seed_repeats_and_another_does_not(tiny_model, open_session, verify):
     assert texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("verify", ["block", "rejection", "coupled", None])
+def test_a_seed_whose_text_may_depend_on_times_is_told(tiny_model, open_session, verify):
+    sampling = SamplingOptions(temperature=1.0, seed=7)
+    chosen = controlled_settings(tiny_model(), n_max=3, verify=verify, sampling=sampling, type="ngram")
+    session, notices = open_session(chosen)
+    expected = f"-s 7 with --verify {verify}: the text repeats with --draft-fixed only; --verify coupled repeats it"
+    wanted = [f"{expected} with any draft"] if verify in ("block", "rejection") else []
+    assert notices == wanted
+    session.verifier_for(replace(sampling, seed=8))
+    assert notices == wanted
+    for other in (
+        settings(tiny_model(), n_max=3, verify=verify, sampling=sampling),
+        replace(chosen, sampling=replace(sampling, seed=None)),
+        replace(chosen, sampling=replace(sampling, temperature=0.0)),
+        replace(chosen, speculation=replace(chosen.speculation, type="none")),
+    ):
+        assert open_session(other)[1] == []
+
+
 def test_coupled_without_a_seed_names_the_one_it_drew(tiny_model, open_session):
     chosen = settings(tiny_model(), n_max=3, verify="coupled", sampling=SamplingOptions(temperature=1.0))
     first, _ = open_session(chosen)

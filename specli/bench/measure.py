@@ -18,6 +18,7 @@ from specli.bench.runner import Runner
 from specli.bench.workloads import Prompt
 from specli.config import BenchOptions, ModelOptions
 from specli.errors import Cancelled, ConfigError, ContextOverflow
+from specli.events import SpeculationState
 
 if TYPE_CHECKING:
     from specli.session import Session
@@ -76,6 +77,7 @@ def measure(
     Raises ``ConfigError`` when nothing could be measured, ``Cancelled`` when the user stopped before anything was.
     """
     circumstances = _circumstances(session, options)
+    options = _within(options, session.speculation, watch)
     settings = settings_of(options, session.drafting is not None and session.drafting.draft is not None)
     if not session.speculation.active:
         settings = [setting for setting in settings if setting.drafter == "none"]
@@ -114,6 +116,18 @@ def measure(
         outcome.n_planned,
         outcome.elapsed_s,
     )
+
+
+def _within(options: BenchOptions, speculation: SpeculationState, watch: Watch) -> BenchOptions:
+    """``options`` without drafts longer than the session makes, which would be measured as shorter ones (--exact)."""
+    k_most = speculation.k
+    longer = [k for k in options.lengths if k is not None and k > k_most]
+    if not speculation.active or not longer:
+        return options
+    lengths = dict.fromkeys(None if k is None else min(k, k_most) for k in options.lengths)
+    words = ", ".join(map(str, longer))
+    watch.notice(f"--spec-draft-n-max {words}: a pass has room for drafts of {k_most} tokens here; that is measured")
+    return replace(options, lengths=tuple(lengths))
 
 
 def _run(runner: Runner, plan: Plan, watch: Watch) -> Outcome:

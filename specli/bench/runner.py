@@ -111,7 +111,7 @@ class Runner:
             session.drafting.draft.rollback(0, 0)
         verifier = make_verifier(setting.verify, dataclasses.replace(session.sampler, temperature=setting.temperature))
         drafter, keep = self._drafter(prompt, setting, verifier)
-        k_max = 0 if drafter is None else AUTO_K if setting.k is None else setting.k
+        k_max = 0 if drafter is None else self._k(setting)
         machine.reset_peak()
         accepted_at_s = time.perf_counter()
         state = SequenceState(0, self.prompt_ids(prompt), seed, np.random.default_rng(seed))
@@ -144,7 +144,7 @@ class Runner:
         made = dataclasses.replace(
             drafting,
             verifier=verifier,
-            k_max=AUTO_K if setting.k is None else setting.k,
+            k_max=self._k(setting),
             is_fixed=setting.k is not None,
             draft=drafting.draft if setting.drafter in ("draft", "auto") else None,
             uses_ngram=setting.drafter in ("ngram", "auto"),
@@ -154,6 +154,10 @@ class Runner:
         if self._share:
             self._shared[key] = drafter
         return drafter, _nothing if controller is None else partial(made.keep, controller)
+
+    def _k(self, setting: Setting) -> int:
+        """The longest draft, tokens, as far as the session allows."""
+        return min(AUTO_K if setting.k is None else setting.k, self._session.speculation.k)
 
     def __enter__(self) -> Runner:
         return self

@@ -13,7 +13,7 @@ import typer
 from specli.cli.bench import check_files
 from specli.cli.deliver import deliver, deliver_comparison
 from specli.cli.interrupt import Interrupt
-from specli.errors import Cancelled, ConfigError
+from specli.errors import Cancelled, ConfigError, ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, ignore_eos: bool, started_s: float) -> None:
-    """Measure and deliver. ``started_s``: since when the time budget counts, on ``time.monotonic``."""
+    """Measure and deliver. ``started_s``: since when the time budget counts, on ``time.monotonic``.
+
+    Raises ``ServerError`` behind the figures where most requests failed at every load.
+    """
     if len(options.temperatures) > 1:
         raise ConfigError(f"--temp got {what.temperature!r}, expected one temperature with --url")
     wanted = flags.options(
@@ -46,6 +49,8 @@ def load_test(flags: LoadFlags, what: BenchFlags, options: BenchOptions, *, igno
     deliver(report, what, print_report, markdown, draw)
     if report.ending == "interrupted":
         raise typer.Exit(Cancelled.exit_code)
+    if report.failure is not None:
+        raise ServerError(report.failure)
 
 
 def _measure(options: LoadOptions, prompts: Sequence[Prompt], started_s: float) -> LoadReport:

@@ -142,7 +142,7 @@ class LoadFlags:
             model_name=self.model_name,
             endpoint=self.endpoint,
             concurrency=self._concurrency(),
-            rates=tuple(sorted(_numbers("--rate", self.rate))) if self.rate is not None else (),
+            rates=tuple(_numbers("--rate", self.rate)) if self.rate is not None else (),
             input_length=_length("--input-length", self.input_length, INPUT, parse) or chat[INPUT],
             output_length=_length("--output-length", self.output_length, OUTPUT, parse) or chat[OUTPUT],
             shared_prefix=self.shared_prefix,
@@ -170,7 +170,7 @@ class LoadFlags:
         found = _numbers("--concurrency", self.concurrency)
         if any(value != int(value) for value in found if value == value and abs(value) < float("inf")):
             raise ConfigError(f"--concurrency got {self.concurrency!r}, expected whole numbers, as in 1,2,4")
-        return tuple(sorted(int(value) for value in found))
+        return tuple(int(value) for value in found)
 
     def _warmup(self) -> dict[str, Any]:
         if self.warmup_for is None:

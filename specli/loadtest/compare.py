@@ -68,7 +68,7 @@ def _change(old: Mapping[str, object], new: Mapping[str, object]) -> Change:
     for name, column, level in _LATENCIES:
         ratios[name] = _latency_ratio(_column(old, column), _column(new, column), level)
     for name, key in _RATES:
-        was, now = _float(old[key]), _float(new[key])
+        was, now = (_rate(step, key) for step in (old, new))
         ratios[name] = Estimate(now / was) if was and now is not None else None
     is_open, load = _load(new)
     return Change(load, is_open, ratios, (_float(old["goodput"]), _float(new["goodput"])))
@@ -128,6 +128,11 @@ def _float(value: object) -> float | None:
     return None if value is None else float(str(value))
 
 
+def _rate(step: Mapping[str, object], key: str) -> float | None:
+    """Per second. Of a load that was cut short no tokens: earlier versions counted without the answers under way."""
+    return None if key == "output_tok_s" and step.get("unfinished_requests") else _float(step[key])
+
+
 def _notes(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
     for name in _NOTED:
         was, now = (_plain(document.get(name)) for document in (old, new))
@@ -157,7 +162,8 @@ def _unfinished(old: Mapping[str, object], new: Mapping[str, object]) -> Iterato
         n = step.get("unfinished_requests")
         if n:
             words = _load_words(*_load(new))
-            yield f"{words}: the {name} one left {n} requests unfinished; its latencies are of the faster ones"
+            left = f"{words}: the {name} one left {n} requests unfinished"
+            yield f"{left}; its latencies are of the faster ones, its tokens/s are unknown"
 
 
 def _plain(value: object) -> object:

@@ -65,18 +65,39 @@ class LoadReport:
             lines.append(f"{len(self.steps)}{planned} loads were begun when {why}; figures are of what was done")
         for step in self.steps:
             if step.n_unfinished:
-                doubt = ", and whether it is inside the bounds is unknown" if self.bounds_words else ""
+                doubt = ", and so is whether it is inside the bounds" if self.bounds_words else ""
                 which = f"{load_words(step)}: {step.n_unfinished} of {step.n_measured + step.n_unfinished} requests"
-                lines.append(f"{which} were unfinished; latencies are of the others, the faster ones{doubt}")
+                faster = "latencies are of the others, the faster ones; tokens/s are unknown"
+                lines.append(f"{which} were unfinished; {faster}{doubt}")
+            elif step.n_cut:
+                lines.append(
+                    f"{load_words(step)}: {step.n_cut} requests of the warm-up were cut off; tokens/s are unknown"
+                )
             n = sum(step.errors.values())
             if n:
                 kinds = ", ".join(f"{kind} ({count})" for kind, count in step.errors.items())
                 kind, said = next(((k, step.said[k]) for k in step.errors if step.said.get(k)), ("", ""))
                 lines.append(f"{load_words(step)}: {n} failed: {kinds}{f'; {kind}: {said}' if said else ''}")
+            if step.n_measured and not step.has_majority:
+                lines.append(f"{load_words(step)}: only {step.n_ok} of {step.n_measured} requests succeeded")
         fewest = few(latency for step in self.steps for latency in (step.ttft_ms, step.tpot_ms))
         if fewest is not None:
             lines.append(f"a p99 of fewer than 100 requests (here from {fewest} on) is little more than the slowest")
         return [*lines, *self.notes]
+
+    @property
+    def failure(self) -> str | None:
+        """Why these are no figures of a server that works, in one line: most requests failed, at every load."""
+        if any(step.has_majority for step in self.steps):
+            return None
+        best = max(self.steps, key=lambda step: step.n_ok / max(1, step.n_measured))
+        kind, n = next(iter(best.errors.items()), ("", 0))
+        said = f" ({best.said[kind]})" if best.said.get(kind) else ""
+        why = f"; {n} gave {kind}{said}" if n else ""
+        return (
+            f"--url {self.circumstances.get('url')}: at no load did half of the requests succeed; at best "
+            f"{best.n_ok} of {best.n_measured}, at {load_words(best)}{why}"
+        )
 
     def as_dict(self) -> dict[str, object]:
         """JSON types only; undefined figures are None."""

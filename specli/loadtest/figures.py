@@ -8,7 +8,8 @@
     goodput     share of the measured requests that ended well and inside the bounds, and how many such ended per second
 
 A load that was cut short, with measured requests unfinished, has no goodput and is neither inside nor outside the
-bounds: the answers that are missing are the slow ones. One that was given up because nothing worked has 0.
+bounds: the answers that are missing are the slow ones. It has no tokens per second and no mean of requests in flight
+either: what arrived of an answer that was cut off has no usage. One that was given up because nothing worked has 0.
 
 Latencies are of the requests that were due in the window, those included that ended after it. How many tokens a piece
 of text holds no server tells: a request's tokens are shared out over its pieces by their events where these are as
@@ -87,6 +88,7 @@ class Figures:
     n_measured: int
     n_ok: int
     n_unfinished: int
+    n_cut: int
     errors: Mapping[str, int]
     said: Mapping[str, str]  # of each kind of error, the first message
     window_s: float
@@ -119,6 +121,11 @@ class Figures:
         """Whether this load is inside the bounds; None where nobody can tell."""
         return None if self.goodput is None else self.goodput >= INSIDE
 
+    @property
+    def has_majority(self) -> bool:
+        """Whether half of the requests or more succeeded."""
+        return self.n_ok > 0 and 2 * self.n_ok >= self.n_measured
+
 
 def figures(
     run: StepRun, load: float, is_open: bool, bounds: Bounds, scraped: tuple[int, int] | None = None
@@ -139,6 +146,7 @@ def figures(
         n_measured=len(measured),
         n_ok=len(ok),
         n_unfinished=run.n_unfinished,
+        n_cut=run.n_cut,
         errors=dict(Counter(str(record.error) for record in failed).most_common()),
         said={str(record.error): record.message for record in reversed(failed)},
         window_s=window_s,
@@ -150,10 +158,10 @@ def figures(
         e2e_ms=latency(e2e_ms(record) for record in ok),
         input_tokens=_lengths((r.asked_input, r.prompt_tokens) for r in ok),
         output_tokens=_lengths((r.asked_output, r.output_tokens) for r in ok),
-        output_tok_s=_tokens_in(run, counted) / window_s if window_s and has_usage else None,
+        output_tok_s=_tokens_in(run, counted) / window_s if window_s and has_usage and not run.is_cut else None,
         requests_s=len(ended) / window_s if window_s else None,
         goodput=_goodput(run, bounds),
-        goodput_s=_rate([bounds.keeps(record) for record in ended], bounds, window_s),
+        goodput_s=None if run.is_cut else _rate([bounds.keeps(record) for record in ended], bounds, window_s),
         has_usage=has_usage,
         proposed=proposed,
         accepted=accepted,
@@ -261,7 +269,7 @@ def _tokens_in(run: StepRun, records: Sequence[Record]) -> int:
 def _in_flight(run: StepRun, window_s: float) -> float | None:
     """Requests in flight, mean over the window (of those that ended)."""
     start, end = run.started_s, run.ended_s
-    if start is None or end is None or not window_s:
+    if start is None or end is None or not window_s or run.is_cut:
         return None
     return sum(max(0.0, min(r.ended_s, end) - max(r.sent_s, start)) for r in run.records) / window_s
 

@@ -70,7 +70,7 @@ class _Campaign:
         self._require_some()
         return LoadReport(
             circumstances,
-            sorted(self._steps, key=lambda step: step.load),
+            sorted(self._steps, key=lambda step: step.load) if self._options.find_sla else self._steps,
             self._ending,
             None if self._options.find_sla else len(self._options.loads),
             time.monotonic() - started_s,

@@ -52,8 +52,8 @@ class Record:
 class StepRun:
     """One load, run: ``started_s`` to ``ended_s`` is the steady window; None when it never began.
 
-    ``n_unfinished``: measured requests that had not ended when everything had to stop. ``lag_ms``: how late
-    this machine itself was, at the 99th percentile.
+    ``n_unfinished``: measured requests that had not ended when everything had to stop; ``n_cut``: those that were under
+    way then, those of the warm-up too. ``lag_ms``: how late this machine itself was, at the 99th percentile.
     """
 
     records: tuple[Record, ...]
@@ -63,3 +63,9 @@ class StepRun:
     lag_ms: float | None = None
     stopped: bool = False  # by the user or the clock
     hopeless: bool = False  # given up: nothing but failures, of the warm-up maybe
+    n_cut: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether requests were dropped, whose tokens nobody has counted."""
+        return self.n_unfinished > 0 or self.n_cut > 0

@@ -85,7 +85,14 @@ async def run_step(asker: Asker, step: Step, asks: Iterator[Ask], watch: Watch, 
     n_unfinished = window.n_measured - sum(record.is_measured for record in records)
     lag_ms = 1000 * float(np.quantile(lags, 0.99)) if lags else None
     return StepRun(
-        records, window.started_s, window.ended_s, n_unfinished, lag_ms, stopped=stopped, hopeless=running.is_hopeless
+        records,
+        window.started_s,
+        window.ended_s,
+        n_unfinished,
+        lag_ms,
+        stopped=stopped,
+        hopeless=running.is_hopeless,
+        n_cut=running.n_in_flight,
     )
 
 
@@ -109,6 +116,11 @@ class _Running:
         self._in_flight: set[int] = set()
         self._hopes: set[int] | None = None  # what was in flight when patience ran out, and has not ended
         self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Requests that were sent and have not ended; once the loop has, those that were cut off."""
+        return len(self._in_flight)
 
     async def closed_loop(self) -> None:
         """As many workers as requests in flight."""

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from specli import __version__
 from specli.events import FinishReason, RoundDone
 from specli.serve.pace import Window
-from specli.stats import Stats
+from specli.stats import Round, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISHES: tuple[FinishReason, ...] = ("eos", "stop", "length", "cancelled")
@@ -98,25 +98,26 @@ class Metrics:
             self._bound[name].set(math.nan if bound_ms is None else bound_ms / 1000)
 
     def observe_round(self, outcome: RoundDone, state: str) -> None:
-        """Count one round. ``state``: what the controller did."""
-        proposed = sum(part.proposed for part in outcome.sequences)
-        accepted = sum(part.accepted for part in outcome.sequences)
+        """Count one round of all, not what it was for each. ``state``: what the controller did."""
         self._rounds.inc()
-        self._speculated.inc(proposed > 0)
-        self._drafts.inc(sum(part.proposed > 0 for part in outcome.sequences))
-        self._proposed.inc(proposed)
-        self._accepted.inc(accepted)
-        for part in outcome.sequences:
-            for position in (*self._judged[: part.proposed], *self._passed[: part.accepted]):
-                position.inc()
+        self._speculated.inc(any(part.proposed for part in outcome.sequences))
         for part_name, part_s in zip(self._seconds, (outcome.draft_s, outcome.verify_s, outcome.host_s), strict=True):
             self._seconds[part_name].inc(max(0.0, part_s))
         for name, gauge in self._states.items():
             gauge.set(name == state)
-        self._recent_proposed.add(outcome.at_s, proposed)
-        self._recent_accepted.add(outcome.at_s, accepted)
-        self._recent_emitted.add(outcome.at_s, sum(part.emitted for part in outcome.sequences))
-        self._recent_rounds.add(outcome.at_s, len(outcome.sequences))
+
+    def observe_settled(self, rounds: Sequence[Round], at_s: float) -> None:
+        """Count one answer's part of ``rounds``, once (``at_s``) no stop string can take anything of it back."""
+        for part in rounds:
+            self._drafts.inc(part.proposed > 0)
+            self._proposed.inc(part.proposed)
+            self._accepted.inc(part.accepted)
+            for position in (*self._judged[: part.proposed], *self._passed[: part.accepted]):
+                position.inc()
+            self._recent_proposed.accumulate(at_s, part.proposed)
+            self._recent_accepted.accumulate(at_s, part.accepted)
+            self._recent_emitted.accumulate(at_s, part.emitted)
+            self._recent_rounds.accumulate(at_s, 1)
 
     def observe_start(self, waited_s: float) -> None:
         """An answer got a slot."""

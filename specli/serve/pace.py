@@ -23,6 +23,7 @@ MIN_CHUNK = 16  # tokens: a prompt always goes on
 WINDOW_S = 60.0  # of the percentiles
 LEVEL = 0.95
 N_KEPT = 1 << 15  # values of a window: 500 a second
+MOMENT_S = 0.01  # that a sum is kept for
 N_SAMPLES = 9  # rounds or chunks whose median counts: a slow moment among them changes nothing
 N_SURE = 3  # rounds with so many answers that tell whether there may be so many
 RETRY_S = 10.0  # for which a verdict on so many answers holds; what was too slow is tried again then
@@ -210,6 +211,15 @@ class Window:
         """A value at ``at_s`` (s), which never goes back."""
         with self._lock:
             self._values.append((at_s, value))
+
+    def accumulate(self, at_s: float, value: float) -> None:
+        """``value`` for ``total`` alone, which needs no single ones: those of one moment are kept as their sum."""
+        with self._lock:
+            first_s, so_far = self._values[-1] if self._values else (-math.inf, 0.0)
+            if at_s - first_s < MOMENT_S:
+                self._values[-1] = first_s, so_far + value
+            else:
+                self._values.append((at_s, value))
 
     def _recent(self, now_s: float) -> list[float]:
         with self._lock:

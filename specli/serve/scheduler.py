@@ -31,11 +31,12 @@ from specli.text import TextStream
 LOGGER = logging.getLogger("specli.serve")
 N_ROUNDS_TOLD = 1000  # after which the controller's record of decisions begins anew
 SLA_EVERY_S = 10.0  # between two looks at the bounds
+N_FAILED = 3  # passes in a row that failed, after which the engine has failed for good
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A place for one answer. ``used``: the turn that it was last used in."""
+    """A place for one answer. ``used``: the turn that it was last used in; ``n_counted``: rounds in the metrics."""
 
     index: int
     kept: KeptPrefix
@@ -43,6 +44,7 @@ class _Slot:
     job: Job | None = None
     running: Running | None = None
     stats: Stats | None = None
+    n_counted: int = 0
 
 
 class Scheduler:
@@ -76,6 +78,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="specli-engine", daemon=True)
         self._turn = self._n_rounds = 0
+        self._n_failed = 0  # passes in a row
         self._answer_s = Window()
         self._sla_checked_s = 0.0
         self._broken: dict[str, bool] = {}
@@ -143,7 +146,7 @@ class Scheduler:
 
     def _work(self) -> None:
         try:
-            while self._wait():
+            while self.failure is None and self._wait():
                 self._take_turn()
         except Exception as error:  # a fault of ours: say so, answer nobody any more, leave the process up to tell
             LOGGER.exception("the engine's thread failed")
@@ -197,9 +200,11 @@ class Scheduler:
             if gone.is_cancelled:
                 self._count_departed(gone)
             else:
+                error = TimedOut("the request waited for a slot until its time was over")
+                _log(error)
                 self._metrics.refuse("timeout")
                 self._pace.observe_answer(now_s, now_s - gone.arrived_s, None)
-                gone.fail(TimedOut("the request waited for a slot until its time was over"))
+                gone.fail(error)
         for slot in self._slots:
             if slot.job is None or slot.running is None:
                 continue
@@ -243,7 +248,7 @@ class Scheduler:
         return min(free, key=lambda slot: slot.used)
 
     def _begin(self, slot: _Slot, job: Job) -> None:
-        slot.job, slot.used, slot.stats = job, self._turn, Stats(slot.index)
+        slot.job, slot.used, slot.stats, slot.n_counted = job, self._turn, Stats(slot.index), 0
         job.slot, job.started_s = slot.index, self._clock()
         self._metrics.observe_start(job.started_s - job.arrived_s)
         state = new_sequence(slot.index, job.prompt, job.seed, job.verifier)
@@ -272,6 +277,7 @@ class Scheduler:
         except SpecError as error:
             for slot in decoding:
                 self._fail(slot, error)
+            self._note_pass([error])
             return
         for event in events:
             if isinstance(event, RoundDone):
@@ -281,9 +287,19 @@ class Scheduler:
         for slot in decoding:
             own = [event for event in events if isinstance(event, RoundDone) or event.sequence == slot.index]
             self._handle(slot, own)
+        failed = [event.error for event in events if isinstance(event, Failed)]
+        self._note_pass(failed if len(failed) == len(decoding) else [])
         self._n_rounds += 1
         if self._n_rounds % N_ROUNDS_TOLD == 0 and self._session.controller is not None:
             self._session.controller.begin_answer()
+
+    def _note_pass(self, errors: Sequence[Exception]) -> None:
+        """A pass is over; ``errors`` where it failed for all its answers. After ``N_FAILED`` such in a row, give up."""
+        broken = [error for error in errors if isinstance(error, EngineError) and not isinstance(error, DeadEnd)]
+        self._n_failed = self._n_failed + 1 if broken else 0
+        if self._n_failed >= N_FAILED:
+            LOGGER.error("the engine has failed for good: %s; restart the server", broken[-1])
+            self._give_up(str(broken[-1]))
 
     def _state(self, outcome: RoundDone) -> str:
         """What the controller did; without one, whether anything was drafted."""
@@ -309,7 +325,9 @@ class Scheduler:
                     events = list(self._decoder.feed(slot.running, engine.n_batch if is_whole else left))
                 except SpecError as error:
                     self._fail(slot, error)
+                    self._note_pass([error])
                     break
+                self._note_pass([])
                 n_fed = engine.n_past(slot.index) - n_before
                 left -= max(1, n_fed)
                 self._pace.observe_chunk(n_fed, engine.busy_s - busy_s)
@@ -336,9 +354,16 @@ class Scheduler:
                 return
             stats.observe(event)
         reason = next((event.reason for event in events if isinstance(event, Finished)), None)
+        self._count_rounds(slot, stats, slot.running.text.n_open if slot.running is not None and reason is None else 0)
         if reason is not None:
             self._end(slot, job, stats, reason)  # the slot is free before its client knows
         job.deliver(events)
+
+    def _count_rounds(self, slot: _Slot, stats: Stats, n_open: int = 0) -> None:
+        """Count an answer's rounds, but for those that a stop string may take back: its last ``n_open`` tokens."""
+        settled = stats.settled(slot.n_counted, n_open)
+        slot.n_counted += len(settled)
+        self._metrics.observe_settled(settled, self._clock())
 
     def _end(self, slot: _Slot, job: Job, stats: Stats, reason: FinishReason) -> None:
         now_s = self._clock()
@@ -360,8 +385,10 @@ class Scheduler:
     def _fail(self, slot: _Slot, error: SpecError) -> None:
         """End one answer; what its cache holds is not trusted."""
         job = slot.job
+        _log(error)
         if slot.stats is not None and job is not None:
             now_s, ttft_s = self._clock(), slot.stats.ttft_s
+            self._count_rounds(slot, slot.stats)
             self._metrics.observe_tokens(slot.stats)
             self._pace.observe_answer(now_s, now_s - job.arrived_s if ttft_s is None else ttft_s, slot.stats.tpot_ms)
         self._metrics.refuse(_kind(error))
@@ -387,6 +414,15 @@ class Scheduler:
             else:
                 shown = (name.upper(), verb, p95_ms[name], bound_ms)
                 LOGGER.warning("the bound on %s %s: p95 %.0f ms, asked %.0f ms", *shown)
+
+
+def _log(error: SpecError) -> None:
+    """Why an answer failed, without a word of it; what a request brought on itself is no news."""
+    kind = _kind(error)
+    if kind == "engine":
+        LOGGER.error("an answer failed: %s", error)
+    elif kind == "timeout":
+        LOGGER.warning("an answer failed: %s", error)
 
 
 def _kind(error: SpecError) -> str:
