@@ -8,7 +8,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -19,7 +19,8 @@ from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
 from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar
 from specli.engine.llama import LlamaModel
-from specli.engine.schema import _optional_parts, schema_grammar, unenforced
+from specli.engine.pattern import optional_parts
+from specli.engine.schema import schema_grammar, unenforced
 from specli.errors import ConfigError, EngineError
 from specli.sampling import Context, Sampler, State
 
@@ -230,7 +231,6 @@ def test_what_a_schema_says_in_vain_is_told() -> None:
         "{",
         '{"type": "colour"}',
         '{"type": "string", "pattern": "a"}',
-        r'{"type": "string", "pattern": "^\\d{3}$"}',
         r'{"type": "string", "pattern": "^\"$"}',
         '{"$ref": "#/$defs/missing"}',
         '{"$ref": "https://example.com/a.json"}',
@@ -270,7 +270,17 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
 @pytest.mark.parametrize(
     ("schema", "names"),
     [
-        ({"allOf": [{"type": "string"}]}, ["allOf"]),
+        ({"allOf": [{"type": "string", "minLength": 2}], "default": "ab", "title": "T"}, []),
+        ({"type": "string", "allOf": [{"type": "string"}]}, ["allOf"]),
+        (
+            {"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}, "minProperties": 1}]},
+            ["minProperties"],
+        ),
+        (
+            {"allOf": [{"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"properties": {"c": {}}}]},
+            ["allOf"],
+        ),
+        ({"properties": {"a": {"title": "A"}}, "additionalProperties": {"description": "any"}}, []),
         ({"allOf": [{"properties": {"a": {"type": "null"}}}, {"$ref": "#/$defs/b"}]}, []),
         ({"type": "string", "format": "email"}, ["format"]),
         ({"type": "string", "format": "date-time"}, []),
@@ -284,7 +294,10 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
         ({"type": "array", "items": {}, "minItems": 2}, []),
         ({"prefixItems": [{"type": "null"}], "minItems": 1}, ["minItems"]),
         ({"type": "object", "required": ["a"]}, ["required"]),
-        ({"type": "null", "not": {"allOf": [True]}}, ["allOf", "not"]),
+        ({"type": "null", "not": {"allOf": [True]}}, ["not"]),
+        ({"type": "null", "not": {"allOf": [True, {"type": "null"}]}}, ["not"]),
+        ({"type": "null", "not": {"pattern": "(?=a)"}}, ["not"]),
+        ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "type": "null"}, []),
         ({"type": "null", "not": {"properties": {}, "required": [{}]}}, ["not", "properties", "required"]),
         ({"type": "object", "required": [], "additionalProperties": True, "title": "T", "x-order": 1}, []),
         (
@@ -347,7 +360,7 @@ def test_names_and_values_are_no_keywords():
     ],
 )
 def test_parts_of_a_pattern_that_may_be_left_out_are_counted(pattern: str, n: int) -> None:
-    assert _optional_parts(pattern) == n
+    assert optional_parts(pattern) == n
 
 
 @pytest.mark.parametrize(
@@ -381,5 +394,304 @@ def test_schemas_that_leave_too_many_ways_on_are_refused(schema: dict[str, objec
     ],
 )
 def test_schemas_that_are_none_are_told_in_words(schema: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        schema_grammar(json.dumps(schema))
+
+
+@pytest.fixture(scope="module")
+def byte_model(tiny_model) -> Iterator[LlamaModel]:
+    """A vocabulary of single bytes."""
+    loaded = LlamaModel(ModelOptions(tiny_model()), lambda _fraction: None, lambda: False)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def accepts(byte_model: LlamaModel) -> Callable[[object, str], bool]:
+    """Whether the grammar of a schema lets a text through, to its end."""
+    pieces = Pieces(byte_model)
+    tokens = {byte_model.special_piece(token): token for token in range(byte_model.n_vocab)}
+
+    def ask(schema: object, text: str) -> bool:
+        grammar = compile_grammar(byte_model, schema_grammar(json.dumps(schema)), pieces)
+        for byte in text.encode():
+            token = tokens[bytes([byte])]
+            if not grammar.allows(token):
+                return False
+            grammar = grammar.after(token)
+        return any(grammar.allows(token) for token in byte_model.end_ids)
+
+    return ask
+
+
+COLOUR = {"$defs": {"Colour": {"enum": ["red", "green"], "title": "Colour", "type": "string"}}}
+BASE = {"$defs": {"Base": {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (  # pydantic's: a field that is an enum, with a default
+            {
+                **COLOUR,
+                "properties": {"c": {"allOf": [{"$ref": "#/$defs/Colour"}], "default": "red"}},
+                "required": ["c"],
+            },
+            ['{"c": "green"}'],
+            ["{}", '{"c": {}}', '{"c": "blue"}'],
+        ),
+        ({**COLOUR, "allOf": [{"$ref": "#/$defs/Colour"}]}, ['"red"'], ["{}", "1"]),
+        ({"items": {"allOf": [{"allOf": [{"type": "null"}], "title": "T"}]}}, ["[null]"], ["[{}]", "[1]"]),
+        ({"items": {"allOf": [True]}}, ["[1]", '["a"]'], []),
+        (
+            {**BASE, "allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"c": {"const": 1}}, "required": ["c"]}]},
+            ['{"a":null,"c":1}', '{"a":null,"c":1,"b":null}'],
+            ["{}", '{"a":null}', '{"c":1}'],
+        ),
+    ],
+)
+def test_an_all_of_allows_what_it_says(accepts, schema, texts, others):
+    assert [text for text in [*texts, *others] if accepts(schema, text)] == texts
+    assert unenforced(json.dumps(schema)) == []
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        [{"type": "string"}, {"minLength": 3}],
+        [{"$ref": "#/$defs/Colour"}, {"properties": {"a": {}}}],
+        [{"properties": {"a": {}}}, {"properties": {"a": {}}}],
+        [{"properties": {"a": {}}}, {"properties": {"b": {}}, "anyOf": [{"properties": {"c": {}}}]}],
+        [{"properties": {"a": {}}}, {"properties": {"b": {}}, "oneOf": [{"required": ["b"]}]}],
+        [{"properties": {"a": {}}}, {"allOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]}],
+        [{"properties": {"a": {}}}, {"$ref": "#/$defs/Colour", "properties": {"b": {}}}],
+        [],
+    ],
+)
+def test_an_all_of_that_is_no_object_is_refused(several: list[object]) -> None:
+    with pytest.raises(ConfigError, match="allOf of other things than objects with properties"):
+        schema_grammar(json.dumps({**COLOUR, "allOf": several}))
+
+
+@pytest.mark.parametrize(
+    "name", ["value", "string", "char", "space", "object", "root", "dot", "ref-0", "answer", "a_b.c"]
+)
+def test_a_definition_may_have_any_name(accepts, name):
+    node = {"properties": {"n": {"type": "integer"}, "more": {"$ref": f"#/$defs/{name}"}}, "required": ["n"]}
+    schema = {"$defs": {name: node}, "items": {"$ref": f"#/$defs/{name}"}}
+    assert accepts(schema, '[{"n":1,"more":{"n":2}}]')
+    assert not accepts(schema, "[1]")
+    assert not accepts(schema, '[{"n":"1"}]')
+    one = {"$defs": {name: {"const": 1}}, "properties": {"s": {"type": "string"}, name: {"$ref": f"#/$defs/{name}"}}}
+    assert accepts(one, json.dumps({"s": "a b", name: 1}))
+    assert not accepts(one, json.dumps({name: "a"}))
+
+
+def test_references_go_where_they_point(accepts):
+    schema = {
+        "$defs": {
+            "a": {"$defs": {"Item": {"const": 1}}},
+            "b": {"$defs": {"Item": {"const": 2}}},
+            "x/y~z %": {"const": 3},
+        },
+        "prefixItems": [
+            {"$ref": "#/$defs/a/$defs/Item"},
+            {"$ref": "#/$defs/b/$defs/Item"},
+            {"$ref": "#/$defs/x~1y~0z%20%25"},
+            {"$ref": "#/prefixItems/0"},
+        ],
+    }
+    assert accepts(schema, "[1,2,3,1]")
+    assert not accepts(schema, "[1,1,3,1]")
+    assert accepts({"properties": {"again": {"$ref": "#"}}}, '{"again":{"again":{}}}')
+    assert accepts({"components": {"A": {"pattern": r"^\d$"}}, "$ref": "#/components/A"}, '"7"')
+    assert accepts({"$defs": {"A": True, "B": {"$ref": "#/$defs/A"}}, "items": {"$ref": "#/$defs/B"}}, "[[1]]")
+    assert accepts({"properties": {"$ref": {"const": 1}}, "required": ["$ref"]}, '{"$ref":1}')
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        {"A": {"$ref": "#/$defs/A"}},
+        {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}], "title": "B"}},
+        {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
+        {"A": {"anyOf": [{"items": {"$ref": "#/$defs/B"}}, {"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}},
+    ],
+)
+def test_references_that_lead_nowhere_are_refused(definitions: dict[str, object]) -> None:
+    for schema in ({"$ref": "#/$defs/A"}, {"properties": {"a": {"$ref": "#/$defs/A"}}}):
+        with pytest.raises(ConfigError):
+            check_grammar(schema_grammar(json.dumps({**schema, "$defs": definitions})))
+
+
+def test_a_chain_of_definitions_is_no_nesting() -> None:
+    chain = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(500)}
+    check_grammar(schema_grammar(json.dumps({"$defs": {**chain, "d500": {"const": 1}}, "$ref": "#/$defs/d0"})))
+
+
+def _inlined(depth: int) -> dict[str, object]:
+    """Each definition twice in the one before, written out each time."""
+    definitions = {
+        f"d{i}": {
+            "properties": {
+                name: {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"properties": {}}]} for name in ("a" * 40, "b" * 40)
+            },
+            "required": ["a" * 40, "b" * 40],
+        }
+        for i in range(depth)
+    }
+    return {"$defs": {**definitions, f"d{depth}": {"properties": {}}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"p" * 60_000: {"items": {"const": 1}, "minItems": 99_999}}},
+        {"properties": {"p" * 300 + str(i): {"type": "null"} for i in range(190)}},
+        {"properties": (names := {"p" * 70 + str(i): {"enum": [i]} for i in range(700)}), "required": [*names][150:]},
+        {"properties": {"p" * 30_000: {"properties": {f"q{i}": {"enum": [i]} for i in range(190)}}}},
+        {"items": [{"enum": [i]} for i in range(2000)]},
+        {"items": [{} for _ in range(20_000)]},
+        _inlined(100),
+    ],
+    ids=range(7),
+)
+def test_no_schema_of_64_kib_takes_all_memory(schema: dict[str, object]) -> None:
+    try:
+        grammar = schema_grammar(json.dumps(schema))
+    except ConfigError as error:
+        grammar = str(error)
+    assert len(grammar) < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "others"),
+    [
+        ("^[ -~]{1,20}$", ["a b~!#[]"], ["", 'a"b', "a\\b", "é"]),
+        ("^[!-~]+$", ["!#[]~"], ['"', "\\", " ", "\x7f"]),
+        ("^[A-z]+$", ["aZ[]^_`"], ["\\", "@", "{"]),
+        ("^[\\u0000-\\u{1F600}]+$", ["a é😀"], ['"', "\\", "\x01", "\x7f", "😁"]),
+        ("^[\x01-a]$", ["a", "!"], ["\x01", '"', "b"]),
+        (r"^v\d+\.\d+$", ["v1.20"], ["v1x2", "v1", "v1\\.2"]),
+        (r"^a\-\$\/\^\*\+\?\(\)\[\]\{\}\|b$", ["a-$/^*+?()[]{}|b"], ["a-$/"]),
+        (r"^\w\s\W$", ["a !", "_\u00a0-"], ["a a", "- -", 'a "', "a \\"]),
+        (r"^\D\S$", ["ab"], ["1b", "a ", 'a"', "a\\", "a\x01"]),
+        (r"^[\w.\-+]+@[\d\s]$", ["a.-+_@1", "a@ "], ["@1", "a@b"]),
+        (r"^[\s\S]*$", ["", "a b😀"], ['"', "\\"]),
+        (r"^[^\W_]+$", ["aZ9"], ["_", "-", '"']),
+        ("^(?:ab)+(?<x>c)(?P<y>d)$", ["abcd", "ababcd"], ["cd", "?:abcd"]),
+        (r"^a\)+$", ["a)", "a))"], ["a", "a)a)"]),
+        (r"^ab\.*c$", ["abc", "ab..c"], ["ab.ab.c", "c"]),
+        ("^a+?b*?c??d{1,2}?$", ["ad", "aabbcdd"], ["d", "a?d", "addd"]),
+        ("^a{2}b{,2}c{1,}$", ["aac", "aabbccc"], ["ac", "aabbbc", "aa"]),
+        ("^foo|bar$", ["foo", "bar"], ["foobar", "fooar", "fo"]),
+        ("^(a|b|)$", ["a", "b", ""], ["ab", "|"]),
+        ("^(a?b*|c){0,2}(d(e|)f?)+$", ["d", "abcdef", "bbded"], ["abcc", ""]),
+        ("^()$", [""], ["a"]),
+        (r"^[\^a]$", ["^", "a"], ["b", "\\"]),
+        (r"^[^\^a]$", ["b", "]"], ["^", "a", '"', "\\", "\x02"]),
+        (r"^[a\]\[-]$", ["a", "]", "[", "-"], ["b", "\\"]),
+        (r"^[\w-.]$", ["a", "-", "."], [",", "\\"]),
+        (r"^[\x41\u0042\u{43}\cA\b]$", ["A", "B", "C"], ["x", "u", "c", "b"]),
+        ("^{a}]$", ["{a}]"], ["a"]),
+        ("^a{ 2 }$", ["a{ 2 }"], ["aa"]),
+        ("^.$", ["é", "😀"], ["", "ab", "\u2028"]),
+        ("^é+ü?$", ["é", "ééü"], ["éüé", "ü"]),
+        ("^a{0}b$", ["b"], ["ab"]),
+    ],
+)
+def test_a_pattern_allows_what_it_says(accepts, pattern, texts, others):
+    schema = {"type": "string", "pattern": pattern}
+    assert [text for text in [*texts, *others] if accepts(schema, f'"{text}"')] == texts
+    assert not any(accepts(schema, text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("a", "which does not begin with ^ and end with $"),
+        ("^", "which does not begin with ^ and end with $"),
+        (r"^a\$", "which ends with an escaped $"),
+        ("^foo$|^bar$", "whose '$' stands inside"),
+        ("^(^a)$", "whose '^' stands inside"),
+        ("^a++$", "whose possessive '++' cannot be made a grammar; write '+'"),
+        ("^a{2}+$", "whose possessive '{2}+'"),
+        ("^*a$", "whose '*' has nothing before it to repeat"),
+        ("^(?a$", "whose '(?a' cannot"),
+        ("^a($", "whose parentheses do not match"),
+        ("^(+a)$", "whose '+' has nothing before it to repeat"),
+        ("^a|{2}$", "whose '{2}' has nothing before it to repeat"),
+        ("^a{2}{3}$", "whose '{3}' has nothing before it to repeat"),
+        ("^a{3,2}$", "whose '{3,2}' has a maximum below its minimum"),
+        ("^(?=a)b$", "whose '(?=' cannot be made a grammar"),
+        ("^(?<!a)b$", "whose '(?<!' cannot be made a grammar"),
+        ("^(?i)b$", "whose '(?i' cannot be made a grammar"),
+        (r"^(a)\1$", r"whose '\\1' cannot be made a grammar"),
+        (r"^a\b$", r"whose '\\b' cannot be made a grammar"),
+        (r"^\p{L}$", r"whose '\\p' cannot be made a grammar"),
+        (r"^[\p{L}]$", r"whose '\\p' cannot be made a grammar"),
+        (r"^\u{110000}$", "cannot be made a grammar"),
+        (r"^\ud83d\ude00$", r"whose '\\ud83d' cannot be made a grammar"),
+        ('^"$', "whose '\"' is nothing that JSON writes without a backslash"),
+        (r"^\\$", "is nothing that JSON writes without a backslash"),
+        (r"^\n$", "is nothing that JSON writes without a backslash"),
+        (r'^["\\\x00-\x1f]$', "is nothing that JSON writes without a backslash"),
+        ("^[]$", "whose class is empty"),
+        ("^[^]$", "whose class is empty"),
+        ("^[a$", "whose '[' is not closed"),
+        ("^[z-a]$", "whose class has the range 'z-a' the wrong way round"),
+        ("^a)$", "whose parentheses do not match"),
+        ("^[" + "".join(chr(0x4E00 + 2 * i) for i in range(1001)) + "]$", "a class of 1001 ranges"),
+        (rf"^{'a?' * 51}$", "51 parts that may be left out"),
+        ("^[{9}]{200000}$", "more than 100000 times"),
+    ],
+)
+def test_a_pattern_that_no_grammar_expresses_is_named(pattern: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        schema_grammar(json.dumps({"type": "string", "pattern": pattern}))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_looks_like_a_quantifier_counts_for_nothing() -> None:
+    check_grammar(schema_grammar(json.dumps({"type": "string", "pattern": r"^[{999999}|?*]\{999999\}(?:a)\?$"})))
+    check_grammar(schema_grammar(json.dumps({"const": {"pattern": "^(a$", "minItems": 10**9, "$ref": "x"}})))
+
+
+@pytest.mark.parametrize("anything", [{"title": "Payload"}, {"description": "d", "default": None}, {}, True])
+def test_remarks_alone_allow_anything(accepts, anything):
+    texts = ["1", "null", '"a"', '{"a":[1]}', "[{}]"]
+    for before, schema, behind in (
+        ("[", {"items": anything}, "]"),
+        ('{"a":', {"properties": {"a": anything}}, "}"),
+        ('{"b":', {"properties": {"a": {}}, "additionalProperties": anything}, "}"),
+        ('{"b":', {"additionalProperties": anything if anything is not True else {}}, "}"),
+        ("[", {"prefixItems": [anything]}, "]"),
+        ("[", {"items": {"anyOf": [anything, {"type": "null"}]}}, "]"),
+        ("[", {"items": {"$ref": "#/$defs/A"}, "$defs": {"A": anything}}, "]"),
+    ):
+        assert [text for text in texts if accepts(schema, before + text + behind)] == texts
+    assert accepts({"title": "Answer", "$defs": {}}, '{"a":1}')
+    assert not accepts({"title": "Answer", "$defs": {}}, "1")
+
+
+def test_a_property_without_a_name_is_one(accepts):
+    schema = {"properties": {"": {"const": 1}, "date_time": {"const": 2}, "at": {"format": "date-time"}}}
+    assert accepts(schema, '{"":1,"date_time":2,"at":"2024-01-31T10:00:00Z"}')
+    assert not accepts(schema, "1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "char"}, "the type 'char'"),
+        ({"anyOf": []}, "an anyOf without values"),
+        ({"items": {"type": []}}, "a type without values"),
+        ({"properties": {"a": 5}}, "has 5 where an object was expected"),
+        ({"properties": {"*": {}}}, "a property '*'"),
+        ({"$ref": "#/$defs/a", "$defs": {}}, "refers to '#/$defs/a', which it does not hold"),
+        ({"$ref": "#a"}, "refers to '#a', which it does not hold"),
+    ],
+)
+def test_what_the_converter_would_misread_is_told(schema: object, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         schema_grammar(json.dumps(schema))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from llama_cpp.llama_grammar import INVALID_RULE_CHARS_RE, SchemaConverter
 
 from specli.engine.grammar import CLASS, REPETITION
+from specli.engine.pattern import optional_parts, translated
 from specli.errors import ConfigError
 
 _MAX_REPEATS = 100_000  # of a schema, summed up: the converter writes each of them out
+_MAX_NAME, _MAX_LETTERS = 64, 16_000_000  # of one rule's name, which repeats are written with; of all rules
 # llama.cpp keeps a stack for each way on and compares each new one with all, in one call that nothing stops. To look at
 # 49,152 tokens took 0.1 s behind 50 optional parts and 2 s behind 100, 0.05 s in an enum of 2,000 values, 1.4 s
 # among 800 properties that are not required.
 _MAX_OPTIONAL, _MAX_OPTIONAL_PROPERTIES, _MAX_CHOICES = 50, 200, 2000
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
-_PATTERN_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
-_NO_PATTERN = re.compile(r'"|\\[\\a-zA-Z]')
 _CONSTRAINTS = {  # keywords that say what is valid; others are remarks
     *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "type", "const", "enum", "format", "pattern"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength"),
@@ -26,38 +29,30 @@ _CONSTRAINTS = {  # keywords that say what is valid; others are remarks
     *("unevaluatedProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
     *("dependentSchemas", "dependencies"),
 }
+_NO_COMPONENT = {"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "not", "if"}  # of an allOf with them
+_ALL_OF = (
+    "the JSON schema has an allOf of other things than objects with properties, each its own; write them out as one"
+)
 _FORMATS = re.compile(r"uuid[1-5]?|date|time|date-time")
 _ANYTHING = ["object", "array", "string", "number", "boolean", "null"]
+_TYPES = {*_ANYTHING, "integer"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by other names
 _VALUES = {"const", "enum", "default", "examples"}
-Parts = Sequence[Mapping[str, Any]]  # of a schema, whatever they stand for
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
+Part = dict[str, Any]  # one schema
+_UNKNOWN = "\0"  # stands for a rule that is not written yet, and is none
 
 
 def schema_grammar(schema: str) -> str:
     """GBNF for a JSON schema (llama.cpp's converter). Raises ``ConfigError`` for what it cannot express."""
-    from llama_cpp.llama_grammar import SchemaConverter
-
-    class Converter(SchemaConverter):
-        """With backslashes escaped in literals, or GBNF would read the escapes that are meant for JSON."""
-
-        def _format_literal(self, literal: str) -> str:
-            return str(super()._format_literal(literal.replace("\\", "\\\\")))  # type: ignore[no-untyped-call]
-
     try:
         asked = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the JSON schema is not JSON: {error}") from None
+    if not isinstance(asked, dict | bool):
+        raise ConfigError(f"the JSON schema is {asked!r:.50}, an object was expected")
     try:
-        if not isinstance(asked, dict | bool):
-            raise ConfigError(f"the JSON schema is {asked!r:.50}, an object was expected")
-        parts = list(_parts(asked))
-        for check in (_check_patterns, _check_repeats, _check_choices, _check_references):
-            check(parts)
-        make: Any = Converter
-        converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
-        converter.visit(converter.resolve_refs(_readable(asked), "schema"), "")
-        grammar = str(converter.format_grammar())
+        grammar = _Converter(asked).grammar()
     except ConfigError:
         raise
     except RecursionError:
@@ -72,18 +67,139 @@ def schema_grammar(schema: str) -> str:
 
 def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
+    root = json.loads(schema)
     found: set[str] = set()
-    for part in _schemas(json.loads(schema)):
+    for part in _schemas(root):
+        read = part
         try:
-            heeded = _heeded(part)
-        except (AttributeError, TypeError):  # malformed, where the converter did not look (below "not")
+            read = _read(part, root)
+            heeded = _heeded(read)
+        except (ConfigError, RecursionError):  # where the converter did not look: below a keyword that is told
+            continue
+        except (AttributeError, TypeError):  # malformed, the same
             heeded = set()
-        found |= part.keys() & _CONSTRAINTS - heeded
+        found |= read.keys() & _CONSTRAINTS - heeded
     return sorted(found)
 
 
+class _Converter(SchemaConverter):
+    """llama-cpp-python's, given what it reads rightly, and stopped before it writes, or opens ways, without end.
+
+    Every rule's name begins with ``answer`` or that of a reference, so none is taken for one that it knows itself.
+    """
+
+    def __init__(self, root: object) -> None:
+        super().__init__(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)  # type: ignore[no-untyped-call]
+        self._root = root
+        self._names: dict[str, str] = {}  # of references
+        self._waiting: list[str] = []  # references whose rules are not written yet
+        self._keys: dict[tuple[str, str], str] = {}  # of a name and a rule
+        self._n_alike: dict[str, int] = {}
+        self._n_letters = self._n_repeats = self._n_choices = self._n_optional = 0
+
+    def grammar(self) -> str:
+        """GBNF of the whole. References come last and one by one: a chain of them is no nesting."""
+        self._rules["root"] = self.visit(self._root, "answer")
+        while self._waiting:
+            reference = self._waiting.pop()
+            name = self._names[reference]
+            self._rules[name] = self.visit(_target(reference, self._root), name)
+        return str(self.format_grammar())  # type: ignore[no-untyped-call]
+
+    def visit(self, schema: object, name: str) -> str:
+        read = _read(schema, self._root)
+        self._check(read)
+        return str(super().visit(read, name[:_MAX_NAME]))  # type: ignore[no-untyped-call]
+
+    def _check(self, schema: Mapping[str, Any]) -> None:
+        kind = schema.get("type")
+        if isinstance(kind, str) and kind not in _TYPES:
+            raise ConfigError(f"the JSON schema has the type {kind!r:.50}; {', '.join(sorted(_TYPES))} were expected")
+        for name in ("enum", "anyOf", "oneOf", "type"):
+            several = schema.get(name)
+            if several == []:
+                article = "an" if name[0] in "ae" else "a"
+                raise ConfigError(
+                    f"the JSON schema has {article} {name} without values: nothing would be allowed there"
+                )
+            if isinstance(several, list) and several is not _ANYTHING:
+                self._count_choices(len(several))
+        self._count_repeats(schema[name] for name in _COUNTS if isinstance(schema.get(name), int))
+
+    def _add_rule(self, name: str, rule: str) -> str:
+        """The same for names that begin alike, which are many where long ones are cut."""
+        clean = INVALID_RULE_CHARS_RE.sub("-", name[:_MAX_NAME])
+        self._n_letters += len(clean) + len(rule)
+        if self._n_letters > _MAX_LETTERS:
+            raise ConfigError(
+                f"the JSON schema makes a grammar of more than {_MAX_LETTERS} letters; write smaller numbers, or allow "
+                "any value somewhere"
+            )
+        key = self._keys.get((clean, rule), clean)
+        while self._rules.get(key, rule) != rule:
+            self._n_alike[clean] = self._n_alike.get(clean, 0) + 1
+            key = f"{clean}-{self._n_alike[clean]}"
+        self._keys[clean, rule] = key
+        self._rules[key] = rule
+        return key
+
+    def _resolve_ref(self, ref: str) -> str:
+        if ref not in self._names:
+            self._names[ref] = name = f"ref-{len(self._names)}"
+            self._rules[name] = _UNKNOWN
+            self._waiting.append(ref)
+        return self._names[ref]
+
+    def _format_literal(self, literal: str) -> str:
+        """With backslashes escaped, or GBNF would read the escapes that are meant for JSON."""
+        return str(super()._format_literal(literal.replace("\\", "\\\\")))  # type: ignore[no-untyped-call]
+
+    def _visit_pattern(self, pattern: str, name: str) -> str:
+        text = translated(pattern)
+        self._count_repeats(int(number) for pair in REPETITION.findall(text) for number in pair if number)
+        self._count_choices(text.count("|"))
+        if (n_optional := optional_parts(text)) > _MAX_OPTIONAL:
+            raise ConfigError(
+                f"the JSON schema has a pattern with {n_optional} parts that may be left out (? and *, as often as "
+                f"groups repeat them), at most {_MAX_OPTIONAL} were expected; write it simpler"
+            )
+        return str(super()._visit_pattern(text, name))  # type: ignore[no-untyped-call]
+
+    def _build_object_rule(
+        self, properties: list[tuple[str, Any]], required: set[str], name: str, additional_properties: object
+    ) -> str:
+        names = {one for one, _ in properties}
+        if "*" in names:  # the converter's own word for the additional ones
+            raise ConfigError("the JSON schema has a property '*', which cannot be made a grammar; name it otherwise")
+        self._n_optional += len(names - required)
+        if self._n_optional > _MAX_OPTIONAL_PROPERTIES:
+            raise ConfigError(
+                f"the JSON schema has {self._n_optional} properties that are not required, at most "
+                f"{_MAX_OPTIONAL_PROPERTIES} were expected; require some, or allow any object there"
+            )
+        return str(super()._build_object_rule(properties, required, name, additional_properties))
+
+    def _count_repeats(self, numbers: Iterable[int]) -> None:
+        """Refuse what would take all memory, or minutes. Raises ``ConfigError``."""
+        self._n_repeats += sum(map(abs, numbers))
+        if self._n_repeats > _MAX_REPEATS:
+            raise ConfigError(
+                f"the JSON schema repeats things more than {_MAX_REPEATS} times in all (minItems, maxItems, minLength, "
+                "maxLength, pattern); write smaller numbers"
+            )
+
+    def _count_choices(self, n: int) -> None:
+        """Refuse what leaves more ways on at once than llama.cpp can follow. Raises ``ConfigError``."""
+        self._n_choices += n
+        if self._n_choices > _MAX_CHOICES:
+            raise ConfigError(
+                f"the JSON schema has {self._n_choices} alternatives (enum, anyOf, oneOf, | in patterns), at most "
+                f"{_MAX_CHOICES} were expected; allow any string there"
+            )
+
+
 def _heeded(part: Mapping[str, Any]) -> set[str]:
-    """The keywords of one schema that llama-cpp-python's converter looks at: it takes the first case that fits."""
+    """The keywords of one schema, as ``_read``, that the converter looks at: it takes the first case that fits."""
     kind, required, more = part.get("type"), part.get("required", []), part.get("additionalProperties", True)
     for keys in ({"$ref"}, {"oneOf"}, {"anyOf"}, {"const", "type"}, {"enum", "type"}):
         if keys & part.keys() - {"type"} and (keys & {"$ref", "oneOf", "anyOf"} or not isinstance(kind, list)):
@@ -96,9 +212,6 @@ def _heeded(part: Mapping[str, Any]) -> set[str]:
     if kind in (None, "object") and ("properties" in part or more is not True):
         is_known = isinstance(required, list) and set(required) <= set(part.get("properties", ()))
         return heeded | {"properties", "additionalProperties"} | ({"required"} if is_known else set())
-    if kind in (None, "object") and "allOf" in part:
-        alternatives = [one for each in part["allOf"] for one in each.get("anyOf", [each])]
-        return heeded | ({"allOf"} if all({"$ref", "properties"} & one.keys() for one in alternatives) else set())
     if kind in (None, "array") and ("items" in part or "prefixItems" in part):
         items = part.get("items") or part.get("prefixItems")
         return heeded | ({"items", "prefixItems"} if isinstance(items, list) else {"items", "minItems", "maxItems"})
@@ -109,142 +222,100 @@ def _heeded(part: Mapping[str, Any]) -> set[str]:
     return heeded | ({"minLength", "maxLength"} if kind == "string" else set())
 
 
-def _readable(schema: object, *, is_root: bool = True) -> object:
-    """The same for the converter: what allows anything (true, {}) as all types, references beside $defs apart."""
-    if schema is True or (schema == {} and not is_root):
-        return {"type": _ANYTHING}
+def _read(schema: object, root: object) -> Part:
+    """One schema of ``root`` for the converter: what allows anything as all types, an allOf as one object."""
+    read = _plain(schema)
+    if not read.keys() & _CONSTRAINTS:
+        return {} if schema is root and schema is not True else {"type": _ANYTHING}
+    items = read.get("items")
+    if items is True or items == {}:  # which the converter takes for none
+        read = {**read, "items": {"type": _ANYTHING}}
+    others = {"$ref", "anyOf", "oneOf", "const", "enum", "properties"}
+    is_object = read.get("type") in (None, "object") and read.get("additionalProperties", True) is True
+    return _merged(read, root) if "allOf" in read and is_object and not others & read.keys() else read
+
+
+def _plain(schema: object) -> Part:
+    """A schema without an allOf of one around it (pydantic's, to say something beside a reference)."""
+    if schema is True:
+        return {}
     if not isinstance(schema, dict):
+        raise ConfigError(f"the JSON schema has {schema!r:.50} where an object was expected")
+    several = schema.get("allOf")
+    beside = {name: value for name, value in schema.items() if name != "allOf"}
+    if not isinstance(several, list) or len(several) != 1 or beside.keys() & _CONSTRAINTS:
         return schema
-    read: dict[str, object] = {}
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            value = {name: _readable(one, is_root=False) for name, one in value.items()}
-        elif key in ("allOf", "anyOf", "oneOf", "items", "prefixItems") and isinstance(value, list):
-            value = [_readable(one, is_root=False) for one in value]
-        elif key == "items":
-            value = _readable(value, is_root=False)
-        read[key] = value
-    if "$ref" in read and {"$defs", "definitions"} & read.keys():
-        read["anyOf"] = [{"$ref": read.pop("$ref")}]
-    return read
+    return beside | _plain(several[0])
 
 
-def _schemas(schema: object) -> Iterator[dict[str, object]]:
+def _merged(schema: Part, root: object) -> Part:
+    """An allOf of objects as one; alternatives in it lose what they require, and are left in the allOf to be told."""
+    properties: Part = {}
+    required, loose = [*schema.get("required", [])], []
+    for each in map(_plain, schema["allOf"]):
+        if "anyOf" in each:
+            loose.append({name: value for name, value in each.items() if name != "anyOf"})
+        for one in map(_plain, each.get("anyOf", [each])):
+            part = _target(one["$ref"], root) if "$ref" in one else one
+            is_alone = part is one or not one.keys() & _CONSTRAINTS - {"$ref"}
+            is_object = part.get("type") in (None, "object") and "properties" in part
+            if not is_alone or not is_object or part.keys() & _NO_COMPONENT:
+                raise ConfigError(_ALL_OF)
+            if properties.keys() & part["properties"].keys():
+                raise ConfigError(_ALL_OF)
+            properties |= part["properties"]
+            required += [] if "anyOf" in each else part.get("required", [])
+    if not schema["allOf"] or any(each.keys() & _CONSTRAINTS - {"type"} for each in loose):
+        raise ConfigError(_ALL_OF)
+    read = {name: value for name, value in schema.items() if name not in ("allOf", "additionalProperties")}
+    return {**read, "properties": properties, "required": required} | ({"allOf": loose} if loose else {})
+
+
+def _target(reference: str, root: object) -> Part:
+    """What a JSON pointer leads to, over references that are nothing else."""
+    passed: set[str] = set()
+    while True:
+        if reference in passed:
+            raise ConfigError(f"the JSON schema refers from {reference!r:.100} to itself, and to nothing else")
+        passed.add(reference)
+        found = _plain(_pointed(reference, root))
+        if found.get("$ref") is None:
+            return found
+        reference = found["$ref"]
+
+
+def _pointed(reference: str, root: object) -> object:
+    if not reference.startswith("#"):
+        raise ConfigError(
+            f"the JSON schema refers to {reference!r:.100}, and nothing is fetched; put it into $defs and refer to "
+            "'#/$defs/…'"
+        )
+    start, *steps = unquote(reference[1:]).split("/")
+    found: Any = None if start else root
+    for step in (one.replace("~1", "/").replace("~0", "~") for one in steps):
+        if isinstance(found, dict):
+            found = found.get(step)
+        else:
+            found = found[int(step)] if isinstance(found, list) and re.fullmatch("[0-9]{1,4}", step) else None
+    if found is None:
+        raise ConfigError(f"the JSON schema refers to {reference!r:.100}, which it does not hold")
+    return found
+
+
+def _schemas(schema: object) -> Iterator[dict[str, Any]]:
     """A schema and the schemas in it: no property's name is taken for a keyword, and nothing in a value."""
-    if isinstance(schema, list):
-        for one in schema:
-            yield from _schemas(one)
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            yield from _schemas([*value.values()])
-        elif key not in _VALUES:
-            yield from _schemas(value)
-
-
-def _parts(schema: object) -> Iterator[dict[str, object]]:
-    """Every object in a schema, whatever it stands for."""
-    if isinstance(schema, dict):
-        yield schema
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _parts(part)
-
-
-def _check_patterns(parts: Parts) -> None:
-    for part in parts:
-        if part.get("enum") == []:
-            raise ConfigError("the JSON schema has an enum without values: nothing would be allowed there")
-        pattern = part.get("pattern")
-        if isinstance(pattern, str) and not _is_balanced(pattern):
-            raise ConfigError(f"the JSON schema has the pattern {pattern!r:.200}, whose parentheses do not match")
-        if isinstance(pattern, str) and (found := _NO_PATTERN.search(pattern)):
-            raise ConfigError(
-                f"the JSON schema has the pattern {pattern!r:.200}, whose {found[0]!r} cannot be made a grammar; write "
-                "it with character classes such as [0-9], and without quotes and backslashes"
-            )
-
-
-def _check_repeats(parts: Parts) -> None:
-    """Refuse what would take all memory, or minutes. Raises ``ConfigError``."""
-    n = 0
-    for part in parts:
-        n += sum(abs(part[name]) for name in _COUNTS if isinstance(part.get(name), int))
-        if isinstance(pattern := part.get("pattern"), str):
-            n += sum(int(number) for pair in REPETITION.findall(pattern) for number in pair if number)
-    if n > _MAX_REPEATS:
-        raise ConfigError(
-            f"the JSON schema repeats things more than {_MAX_REPEATS} times in all (minItems, maxItems, minLength, "
-            "maxLength, pattern); write smaller numbers"
-        )
-
-
-def _check_choices(parts: Parts) -> None:
-    """Refuse what leaves more ways on at once than llama.cpp can follow. Raises ``ConfigError``."""
-    n_choices = n_properties = 0
-    for part in parts:
-        for several in (part.get("enum"), part.get("anyOf"), part.get("oneOf"), part.get("type")):
-            n_choices += len(several) if isinstance(several, list) else 0
-        properties, required = part.get("properties"), part.get("required")
-        if isinstance(properties, dict):
-            named = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-            n_properties += len(properties.keys() - named)
-        if isinstance(pattern := part.get("pattern"), str):
-            n_choices += pattern.count("|")
-            if (n_optional := _optional_parts(pattern)) > _MAX_OPTIONAL:
-                raise ConfigError(
-                    f"the JSON schema has a pattern with {n_optional} parts that may be left out (? and *, as often as "
-                    f"groups repeat them), at most {_MAX_OPTIONAL} were expected; write it simpler"
-                )
-    if n_properties > _MAX_OPTIONAL_PROPERTIES:
-        raise ConfigError(
-            f"the JSON schema has {n_properties} properties that are not required, at most {_MAX_OPTIONAL_PROPERTIES} "
-            "were expected; require some, or allow any object there"
-        )
-    if n_choices > _MAX_CHOICES:
-        raise ConfigError(
-            f"the JSON schema has {n_choices} alternatives (enum, anyOf, oneOf, | in patterns), at most {_MAX_CHOICES} "
-            "were expected; allow any string there"
-        )
-
-
-def _check_references(parts: Parts) -> None:
-    for part in parts:
-        reference = part.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise ConfigError(
-                f"the JSON schema refers to {reference!r:.100}, and nothing is fetched; put it into $defs and refer to "
-                "'#/$defs/…'"
-            )
-
-
-def _is_balanced(pattern: str) -> bool:
-    depth = 0
-    for found in _PATTERN_PART.finditer(pattern):
-        depth += (found[0] == "(") - (found[0] == ")")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _optional_parts(pattern: str) -> int:
-    """Parts of ``pattern`` that may be left out; those in a group that repeats count as often as it does."""
-    open_groups, last = [0], 0  # parts in each, the innermost last; in the group that has just ended
-    for found in _PATTERN_PART.finditer(pattern):
-        part, ended = found[0], last
-        last = 0
-        if part == "(":
-            open_groups.append(0)
-        elif part == ")" and len(open_groups) > 1:
-            last = open_groups.pop()
-            open_groups[-1] += last
-        elif part in "?*":
-            open_groups[-1] += 1
-        elif repeated := REPETITION.fullmatch(part):
-            low, high = (int(number or 0) for number in repeated.groups())
-            open_groups[-1] += ended * (max(1, low, high) - 1) + (low == 0)
-    return sum(open_groups)
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            yield one
+            for key, value in one.items():
+                if key in _NAMED and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in _VALUES:
+                    waiting.append(value)
 
 
 def _without_control(found: re.Match[str]) -> str:

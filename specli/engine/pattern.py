@@ -1,0 +1,206 @@
+"""Regular expressions of JSON schemas, in the words that llama-cpp-python's converter reads rightly.
+
+It takes escapes for text, repeats the whole literal before one, knows no lazy quantifiers, and lets classes hold what
+JSON writes with a backslash. So each character with a meaning becomes a class, each class a list of ranges in GBNF's
+escapes, and what no grammar expresses is refused. The dialect is ECMA 262 with the u flag, as JSON Schema has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from specli.engine.grammar import REPETITION
+from specli.errors import ConfigError
+
+Ranges = list[tuple[int, int]]  # of code points, both ends included
+_LAST = 0x10FFFF
+_UNWRITABLE = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F), (0xD800, 0xDFFF)]  # in JSON as they are
+_MAX_RANGES = 1000  # of one class: llama.cpp compares every letter of every token with each of them
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,8}\}|c[a-zA-Z]|[0-9]+|.)"
+_PART = re.compile(
+    rf"(?P<escape>{_ESCAPE})"
+    r"|\[(?P<not>\^?)(?P<members>(?:\\.|[^\]\\])*)\]"
+    r"|(?P<group>\((?:\?(?:<[=!]|P?<\w+>|P=|.)?)?)"
+    r"|(?P<repeat>[*+?]|\{(?:[0-9]+(?:,[0-9]*)?|,[0-9]+)\})(?P<mode>[?+]?)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+_MEMBER = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_GROUP = re.compile(r"\((?:\?:|\?P?<\w+>)?")
+_DIGITS, _LINE_ENDS = [(0x30, 0x39)], [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
+_WORDS = [*_DIGITS, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+_SPACES = [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
+_SPACES += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+_SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
+_CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
+_PLAIN = re.compile(r"[A-Za-z0-9 _]")  # others have a meaning to somebody on the way
+_COUNTED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
+
+
+class _Refused(Exception):
+    """Says what of a pattern cannot be made a grammar, as the end of a sentence about it."""
+
+
+def translated(pattern: str) -> str:
+    """``pattern`` for the converter: the same texts, but for those that JSON writes with a backslash.
+
+    Raises ``ConfigError`` for what no grammar expresses: lookarounds, references, inner anchors, quotes.
+    """
+    try:
+        return _translated(pattern)
+    except _Refused as why:
+        raise ConfigError(f"the JSON schema has the pattern {pattern!r:.200}, {why}") from None
+
+
+def optional_parts(pattern: str) -> int:
+    """Parts of ``pattern`` that may be left out; those in a group that repeats count as often as it does."""
+    open_groups, last = [0], 0  # parts in each, the innermost last; in the group that has just ended
+    for found in _COUNTED.finditer(pattern):
+        part, ended = found[0], last
+        last = 0
+        if part == "(":
+            open_groups.append(0)
+        elif part == ")" and len(open_groups) > 1:
+            last = open_groups.pop()
+            open_groups[-1] += last
+        elif part in "?*":
+            open_groups[-1] += 1
+        elif repeated := REPETITION.fullmatch(part):
+            low, high = (int(number or 0) for number in repeated.groups())
+            open_groups[-1] += ended * (max(1, low, high) - 1) + (low == 0)
+    return sum(open_groups)
+
+
+def _translated(pattern: str) -> str:
+    if len(pattern) < 2 or pattern[0] != "^" or pattern[-1] != "$":
+        raise _Refused("which does not begin with ^ and end with $, as a grammar needs it")
+    written: list[str] = []
+    depth, has_alternatives, is_repeatable = 0, False, False
+    for found in _PART.finditer(pattern, 1, len(pattern) - 1):
+        text = found[0]
+        if found["repeat"]:
+            if not is_repeatable:
+                raise _Refused(f"whose {text!r} has nothing before it to repeat")
+            text = _repeat(found["repeat"], found["mode"])
+        elif found["group"]:
+            if not _GROUP.fullmatch(text):
+                raise _Refused(f"whose {text!r} cannot be made a grammar; write it without")
+            text = "("
+        elif text not in "|)":
+            text = _one(found)
+        depth += (text == "(") - (text == ")")
+        if depth < 0:
+            break
+        has_alternatives |= text == "|" and depth == 0
+        is_repeatable = not found["repeat"] and text not in "(|"
+        written.append(text)
+    if depth:
+        raise _Refused("whose parentheses do not match")
+    # The converter would put its quotes around the first and the last of the alternatives.
+    return f"^({''.join(written)})$" if has_alternatives else f"^{''.join(written)}$"
+
+
+def _one(found: re.Match[str]) -> str:
+    """What stands for one character."""
+    text = found[0]
+    if found["escape"]:
+        return _class(_escaped(text), text)
+    if found["members"] is not None:
+        members = _members(found["members"])
+        return _class(_complement(members) if found["not"] else members, text)
+    if text == ".":
+        return _class(_complement(_LINE_ENDS), text)
+    if text in "^$":
+        raise _Refused(f"whose {text!r} stands inside; write one ^ first and one $ last, around all alternatives")
+    if text == "[":
+        raise _Refused("whose '[' is not closed")
+    if text == "\\":
+        raise _Refused("which ends with an escaped $, not with $, as a grammar needs it")
+    return text if _PLAIN.match(text) else _class([(ord(text), ord(text))], text)
+
+
+def _repeat(text: str, mode: str) -> str:
+    """A quantifier; a lazy one allows the same texts as a greedy one."""
+    if mode == "+":
+        raise _Refused(f"whose possessive {text + mode!r} cannot be made a grammar; write {text!r}")
+    low, _, high = text[1:-1].partition(",")
+    if low and high and (len(low.lstrip("0")), low.lstrip("0")) > (len(high.lstrip("0")), high.lstrip("0")):
+        raise _Refused(f"whose {text!r} has a maximum below its minimum")
+    return f"{{0{text[1:]}" if text.startswith("{,") else text
+
+
+def _escaped(text: str) -> Ranges:
+    """What an escape stands for, outside of classes."""
+    kind, digits = text[1], text[2:].strip("{}")
+    if kind.lower() in _SETS:
+        return _SETS[kind] if kind in _SETS else _complement(_SETS[kind.lower()])
+    code = _LAST + 1
+    if kind in "xu" and digits:
+        code = int(digits, 16)
+    elif kind == "c" and digits:
+        code = ord(digits) % 32
+    elif text[1:] in _CONTROLS:
+        code = _CONTROLS[text[1:]]
+    elif not re.match("[A-Za-z0-9]", kind):
+        code = ord(kind)
+    if code > _LAST or 0xD800 <= code <= 0xDFFF:
+        raise _Refused(f"whose {text!r} cannot be made a grammar; write it with character classes such as [0-9]")
+    return [(code, code)]
+
+
+def _members(text: str) -> Ranges:
+    """What stands in a class, without ``^``."""
+    if not text:
+        raise _Refused("whose class is empty")
+    members = _MEMBER.findall(text)
+    found: Ranges = []
+    i = 0
+    while i < len(members):
+        one = _member(members[i])
+        i += 1
+        if i + 1 < len(members) and members[i] == "-" and _is_letter(one):
+            last = _member(members[i + 1])
+            if _is_letter(last):
+                if one[0][0] > last[0][0]:
+                    raise _Refused(f"whose class has the range {''.join(members[i - 1 : i + 2])!r} the wrong way round")
+                one, i = [(one[0][0], last[0][0])], i + 2
+        found += one
+    return found
+
+
+def _member(text: str) -> Ranges:
+    if text == r"\b":  # a backspace in a class
+        return [(0x08, 0x08)]
+    return _escaped(text) if len(text) > 1 else [(ord(text), ord(text))]
+
+
+def _is_letter(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+
+
+def _class(ranges: Ranges, source: str) -> str:
+    """A class of GBNF, of what JSON writes as it is. ``source``: the same in the pattern."""
+    left = _complement([*_complement(ranges), *_UNWRITABLE])
+    if not left:
+        raise _Refused(f"whose {source!r:.50} is nothing that JSON writes without a backslash")
+    if len(left) > _MAX_RANGES:
+        raise _Refused(f"which has a class of {len(left)} ranges, at most {_MAX_RANGES} were expected")
+    return f"[{''.join(_letter(low) if low == high else f'{_letter(low)}-{_letter(high)}' for low, high in left)}]"
+
+
+def _letter(code: int) -> str:
+    if _PLAIN.match(chr(code)):
+        return chr(code)
+    return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+
+
+def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Everything else, rising."""
+    found: Ranges = []
+    begin = 0
+    for low, high in sorted(ranges):
+        if low > begin:
+            found.append((begin, low - 1))
+        begin = max(begin, high + 1)
+    return [*found, (begin, _LAST)] if begin <= _LAST else found
