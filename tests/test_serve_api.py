@@ -355,11 +355,20 @@ def test_a_fault_of_ours_in_a_stream_is_told(server, monkeypatch) -> None:
 # -- log probabilities (M11, M12)
 
 
-def test_logprobs_are_those_of_plain_decoding(server, plain) -> None:
+@pytest.fixture(scope="module")
+def drafting_server(q4_0_path, draft_path) -> Iterator[Serving]:
+    """It drafts in every round, whether that pays on this machine or not."""
+    model = {"n_ctx": N_CTX, "n_sequences": N_SLOTS, "n_batch": 64}
+    with Session(settings(q4_0_path, draft_path, model=model, type="draft", n_max=3, fixed=True)) as session:
+        with serving(session) as running:
+            yield running
+
+
+def test_logprobs_are_those_of_plain_decoding(drafting_server, plain) -> None:
     prompt = plain.text_ids("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,")
     expected = collect(plain.generate(prompt, GenerationOptions(24, n_logprobs=3))).stats.logprobs
     assert expected is not None
-    answer = server.complete(prompt, max_tokens=24, logprobs=3, cache_prompt=False).json()
+    answer = drafting_server.complete(prompt, max_tokens=24, logprobs=3, cache_prompt=False).json()
     assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     told = answer["choices"][0]["logprobs"]
     assert len(told["tokens"]) == len(told["top_logprobs"]) == answer["usage"]["completion_tokens"] == 24
@@ -368,7 +377,7 @@ def test_logprobs_are_those_of_plain_decoding(server, plain) -> None:
     for best, entry in zip(told["top_logprobs"], expected, strict=True):
         assert list(best.values()) == pytest.approx([value for _, value in entry.top], abs=1e-3)
     assert "".join(told["tokens"]) == answer["choices"][0]["text"]
-    chunks = events(server.complete(prompt, max_tokens=24, logprobs=3, cache_prompt=False, stream=True))
+    chunks = events(drafting_server.complete(prompt, max_tokens=24, logprobs=3, cache_prompt=False, stream=True))
     values = [x for chunk in chunks if (part := chunk["choices"][0]["logprobs"]) for x in part["token_logprobs"]]
     assert values == pytest.approx(told["token_logprobs"], abs=1e-3)
 
