@@ -14,11 +14,11 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
                  cap: on an empty account it does not draft, and no draft may cost more than there is or than a
                  credit, so whatever the estimates say, little more than that is lost.
-                 A copy may cost what recent copies would have saved, and a credit: losing ones stop each other
-    debt         units that feeding the draft's cache took and that savings have not paid back yet. A text that the
-                 cache lacks is fed while debt and feed stay within the account, a credit where drafts are known to
-                 pay, and a tenth of the answer so far: who has said much has more to say. Once fed that is spent:
-                 what goes on is judged by its own costs
+                 Copies have an account of their own, on which those count as well that were not proposed
+    debt         units that feeding the draft's cache took and that savings have not paid back yet. Where drafts are
+                 known a text that the cache lacks is fed when that should earn itself back, one at a time; where they
+                 are not, within the account and a share of the answer so far; where they are known not to pay,
+                 within the account. Once fed that is spent: what goes on is judged by its own costs
     probe        what is not in use is tried again, the sooner the less it may lose; a width that was measured but
                  a few times is then looked at whatever it seems to cost
 
@@ -37,12 +37,14 @@ from specli.record import Kind, Outcome, Plan, Record
 ALLOWANCE = 0.01  # of the time may be lost
 CREDIT = 2.0  # units that a cold start may lose, and one draft of a poor account
 KNOWN_CREDIT, N_SURE = 4.0, 8  # kept by one that knows, from so many drafts, that they do not pay, if earned before
-COPY_CREDIT, COPY_MEMORY = 4.0, 0.8  # units that a copy may cost while nothing is known; per copy that was judged
+COPY_CREDIT = 4.0  # units that copies may cost while nothing is known, and the most that is put by of their savings
 COPY_TRUST = 0.98  # of an n-gram's chance: right on average, too high among those that are picked for being high
 MAX_ACCOUNT = 8.0  # units: of what was saved, so much may be lost again
-MAX_DEBT = 8.0  # units that catching up may cost on credit
-DEBT_SHARE = 0.1  # units more per token of the answer so far
+MAX_DEBT = 8.0  # units of catching up that are not paid back: no more is fed on credit
+DEBT_CREDIT = 0.25  # of it, which drafts may lose before a text that was fed for them is given up
+COLD_SHARE = 0.05  # units of catching up per token of the answer so far, while nothing is known of drafts
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
+OVERDUE, OVERDUE_SHARE = 128, 0.75  # an answer of so many tokens, of which the draft lacks so many, is looked at anyhow
 N_COLD = 4  # drafts of a cold start that need not wait for each other
 CONTEXT_FIRST, MAX_BUCKET = 2048, 9  # tokens from which on costs are others, and again at every fourfold
 HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve, at least
@@ -75,7 +77,7 @@ class Controller:
         self._usual: Profit | None = None  # of all drafts
         self._n_drafts = 0
         self._account = CREDIT  # units
-        self._copied = 0.0  # units that recent copies saved, or would have, proposed or not
+        self._copied = 0.0  # units that copies saved, or would have, proposed or not
         self._debt = 0.0  # units
         self._round = 0
         self._last: dict[Kind, int] = {"none": 0, "draft": 0, "ngram": 0}  # rounds
@@ -83,7 +85,8 @@ class Controller:
         self._n_active = self._width = 1  # sequences; tokens of the batch under construction
         self._growing = 1  # sequences that this draft pass is shared by,
         self._undrawn = self._next = 0  # those of them that have not drawn yet, and those that will step again
-        self._catch_up = 0.0  # units, of this round's sequences
+        self._catch_up = self._granted = 0.0  # units that this round's sequences lack; and of those that will draft
+        self._wanted = 0.0  # units that a look at the draft model would cost, while the account does not have them
         self._fed, self._is_feeding = 0.0, False  # units that rounds in a row fed, the last of them; whether it did
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
         self._funds = CREDIT  # units that the model's drafts of this round may cost, catching up apart
@@ -96,7 +99,8 @@ class Controller:
             self._by_context[bucket] = self.costs.elsewhere()
         self.costs = self._by_context[bucket]
         self._n_active = self._width = n_active
-        self._undrawn, self._next, self._probing, self._catch_up, self._n_passes = 0, 0, None, 0.0, 0
+        self._undrawn, self._next, self._probing, self._n_passes = 0, 0, None, 0
+        self._catch_up = self._granted = 0.0
         plain_units = self.costs.v(n_active)
         self._plain_rate, self._funds = n_active / plain_units, max(CREDIT * plain_units, self._account)
         self.rate = self._plain_rate * max(1.0, self._brought / self._spent if self._spent > 0 else 0.0)
@@ -120,36 +124,44 @@ class Controller:
         self.record.has_ngram |= ngram is not None
         budget = min(budget, self.k_max)
         values: dict[Kind, tuple[float, int]] = {"none": (0.0, 0)}
-        catch_up, horizon = 0.0, max(HORIZON, HORIZON_PER_TOKEN * n_emitted)  # units; rounds
+        catch_up, price, may_feed = 0.0, 0.0, True  # units
+        horizon = max(HORIZON, HORIZON_PER_TOKEN * n_emitted)  # rounds
         if n_left is not None:
             horizon = min(horizon, n_left)
         if ngram and budget > 0:
             values["ngram"] = self._best_copy(ngram[:budget], self._width + self._next, COPY_CREDIT + self._copied)
-        if n_lacking is not None and budget > 0:
+        if n_lacking is not None and budget >= self._n_min:
             catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
+            price = self._n_active * catch_up + (self._debt if self._n_drafts >= N_SURE else 0.0)
+            if n_emitted >= OVERDUE and n_lacking >= OVERDUE_SHARE * n_emitted and not self._is_known_loss:
+                price = self._n_active * self.costs.catch_up(n_lacking - n_emitted)
             self._catch_up += catch_up
-            if self._may_draft(n_emitted):
+            if self._account + (0.0 if self._is_known_loss else DEBT_CREDIT * self._debt) > 0:
                 worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
                 values["draft"] = worth - self.rate * catch_up / horizon, budget
-        kind = max(values, key=lambda kind: values[kind][0])
-        kind = self._probe(values, kind, catch_up) or kind
+                may_feed = self._may_feed(catch_up, n_emitted)
+        kind = max((kind for kind in values if may_feed or kind != "draft"), key=lambda kind: values[kind][0])
+        kind = self._probe(values, kind, may_feed, price) or kind
         if kind == "draft":
             self._next += 1
+            self._granted += catch_up
         return Plan(kind, values[kind][1])
 
-    def _may_draft(self, n_emitted: int) -> bool:
-        """Whether the account lets a model draft, and feed what its cache lacks of this round's sequences.
+    def _may_feed(self, catch_up: float, n_emitted: int) -> bool:
+        """Whether a sequence's cache may be fed, beside what was granted in this round.
 
         A catch-up that has begun and takes several rounds is not left halfway for what fell due meanwhile.
         """
-        if self._account <= 0:
-            return False
-        if self._catch_up == 0:
+        if catch_up == 0:
             return True
-        most = self._account + min(MAX_DEBT, self._fed)
-        if not self._is_known_loss:
-            most += DEBT_SHARE * n_emitted + (MAX_DEBT if self._n_drafts >= N_COLD else 0.0)
-        return self._debt + self._catch_up < most
+        most = self._account + min(MAX_ACCOUNT, self._fed)
+        if self._n_drafts < N_COLD:
+            most += COLD_SHARE * n_emitted
+        elif not self._is_known_loss:
+            if self._n_drafts >= N_SURE and self._debt + self._granted < MAX_DEBT:
+                return True
+            most += MAX_DEBT
+        return self._debt + self._granted + catch_up < most
 
     @property
     def _profit(self) -> Profit | None:
@@ -164,7 +176,9 @@ class Controller:
     def _foreseen(self) -> Profit:
         """The profit of model drafts by their mean acceptance lately, at the best length."""
         width, step, mean = self._n_active, self.costs.c / self._n_active, self.acceptance.mean
-        _value, k = self._best([mean] * self.k_max, step, width, self._funds)
+        value, k = self._best([mean] * self.k_max, step, width, self._funds)
+        if value == -math.inf:  # the shortest is beyond the funds
+            return Profit(0.0, step)
         return Profit(survivors([mean] * k), k * step + self.costs.v(width + k) - self.costs.v(width))
 
     def _best_copy(self, chances: Sequence[float], width: int, funds: float = math.inf) -> tuple[float, int]:
@@ -190,8 +204,11 @@ class Controller:
                 break
         return best, best_k
 
-    def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind, catch_up: float) -> Kind | None:
-        """What to try although it is not best. All sequences of a round try the same."""
+    def _probe(self, values: Mapping[Kind, tuple[float, int]], best: Kind, may_feed: bool, price: float) -> Kind | None:
+        """What to try although it is not best. All sequences of a round try the same.
+
+        ``price``: units that feeding the draft's cache for a look must find in the account, which saves up for it.
+        """
         if self._probing is not None:
             return self._probing if self._probing in values else None
         for kind, last in self._last.items():
@@ -200,13 +217,14 @@ class Controller:
             loss = self._n_active * (values[best][0] - values[kind][0]) / self.rate
             is_due = (self._round - last) * PROBE_SHARE >= loss
             if kind == "none":
-                is_due = self._round - last >= min(N_PLAIN, 8 * self.costs.n_samples(self._n_active))
+                is_due = self._round - last >= min(N_PLAIN, 8 * max(1, self.costs.n_samples(self._n_active)))
             elif kind == "ngram":
                 is_due = is_due and self._is_doubtful(self._n_active + values[kind][1])
             elif self._n_drafts < N_COLD:
-                is_due = loss <= self._account
-            else:
-                is_due = is_due and loss + self._n_active * catch_up <= self._account - self._debt
+                is_due = may_feed and loss <= self._account
+            elif is_due:
+                self._wanted = loss + price
+                is_due = self._wanted <= self._account
             if is_due:
                 self._probing = kind
                 return kind
@@ -222,7 +240,7 @@ class Controller:
         value, k = self._best_copy(said[: self.k_max], width)
         if value > 0:
             saved = min(k, n_right) / self._plain_rate - (self.costs.v(width + k) - self.costs.v(width))
-            self._copied = max(-COPY_CREDIT, min(COPY_CREDIT, COPY_MEMORY * self._copied + saved))
+            self._copied = max(-COPY_CREDIT, min(COPY_CREDIT, self._copied + saved))
 
     def take(self, k: int) -> None:
         """``k`` more tokens are in the batch."""
@@ -271,6 +289,7 @@ class Controller:
         n_before, n_min = len(confidences), self._n_min
         if 0 < n_before < n_min:  # so short it is worth nothing: what was drawn counts as well
             tokens, base = survivors([*map(self.acceptance.at, confidences)]), v(width - n_before)
+            left += v(width) - base
         for extra in range(1, self.k_max - n_before + 1):
             survival *= chance if extra == 1 else ahead
             tokens += survival
@@ -300,7 +319,7 @@ class Controller:
             self._last["ngram"] = self._round
         by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
         if by_model and n_steps > 0:
-            self._last["draft"] = self._round
+            self._last["draft"], self._wanted = self._round, 0.0
             theirs = sum(tokens for outcome, tokens in zip(outcomes, expected, strict=True) if outcome.kind == "draft")
             self._learn(by_model, theirs, n_tokens, n_steps)
         self._probing = None
@@ -314,6 +333,7 @@ class Controller:
         self._brought = RATE_MEMORY * self._brought + emitted / self._plain_rate
         self._spent = RATE_MEMORY * self._spent + units
         self._earn(ALLOWANCE * units)
+        self._copied = min(COPY_CREDIT, self._copied + ALLOWANCE * units)
         if (unit_s := self.costs.unit_s) is not None:
             taken = seconds / unit_s
             self.record.book(emitted, len(outcomes) + expected, units, taken, self._plain_rate)
@@ -322,8 +342,8 @@ class Controller:
         """What was saved, or lost: up to a credit to work with, then it pays for catching up, then it is put by."""
         self._account += units
         paid = min(self._debt, max(0.0, self._account - CREDIT))
-        self._debt = min(MAX_DEBT, self._debt - paid)
-        self._account = min(MAX_ACCOUNT, self._account - paid)
+        self._debt = min(2 * MAX_DEBT, self._debt - paid)
+        self._account = min(max(MAX_ACCOUNT, self._wanted), self._account - paid)
 
     def _learn(self, drafts: Sequence[Outcome], expected: float, n_tokens: int, n_steps: int) -> None:
         """What this round's model drafts brought and cost, and how their tokens were judged."""
@@ -397,7 +417,8 @@ class Controller:
             "acceptance": self.acceptance.as_dict(),
             "drafts": self._n_drafts,
             "profit": self._usual,
-            "account": max(0.0, self._account - self._debt),
+            "account": max(0.0, self._account),
+            "debt": self._debt,
         }
 
     def restore(self, kept: Mapping[str, object]) -> bool:
@@ -407,6 +428,7 @@ class Controller:
             self._n_drafts = max(N_COLD, int(number(kept.get("drafts")) or 0))
             self._usual = Profit.restored(kept.get("profit"), self.k_max)
             self._profits = {} if self._usual is None else {1: self._usual}
+        self._debt = min(2 * MAX_DEBT, number(kept.get("debt")) or 0.0)
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c

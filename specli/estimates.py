@@ -66,8 +66,9 @@ class CostModel:
         other = copy.deepcopy(self)
         other._level.clear()
         for width, samples in self._samples.items():
-            other._samples[width] = _kept(self._relative[width], len(samples))
-            other._n_seen[width] = min(len(samples), N_TRUSTED)
+            n = N_SAMPLES if width == 1 else len(samples)  # the unit is what others are compared with
+            other._samples[width] = _kept(self._relative[width], n)
+            other._n_seen[width] = min(n, N_TRUSTED)
         return other
 
     def _unit_s(self) -> float:
@@ -90,7 +91,7 @@ class CostModel:
             if len(samples) == 1 and samples[0] > DOUBT * self._at_most(slot):
                 samples.append(guess)
             self._set(slot, _middle(samples))
-        if is_trusted or not self._level:
+        if is_trusted or not others:
             self._level.append((slot, seconds / guess))
             self._level_s = _middle([level_s for _width, level_s in self._level])
 
@@ -196,6 +197,7 @@ class CostModel:
                 return False
             count = _count(counts.get(key) if isinstance(counts, Mapping) else None)
             relative[int(key)], samples[int(key)], n_seen[int(key)] = v, _kept(v, count), count
+        samples[1] = _kept(1.0)  # the unit is what others are compared with
         if len(relative) < 2 or relative[1] != 1:
             return False
         self._relative, self._samples, self._widths, self._n_seen = relative, samples, sorted(relative), n_seen

@@ -359,9 +359,9 @@ def test_a_fault_of_ours_in_a_stream_is_told(server, monkeypatch) -> None:
 def drafting_server(q4_0_path, draft_path) -> Iterator[Serving]:
     """It drafts in every round, whether that pays on this machine or not."""
     model = {"n_ctx": N_CTX, "n_sequences": N_SLOTS, "n_batch": 64}
-    with Session(settings(q4_0_path, draft_path, model=model, type="draft", n_max=3, fixed=True)) as session:
-        with serving(session) as running:
-            yield running
+    options = settings(q4_0_path, draft_path, model=model, type="draft", n_max=3, fixed=True)
+    with Session(options) as session, serving(session) as running:
+        yield running
 
 
 def test_logprobs_are_those_of_plain_decoding(drafting_server, plain) -> None:
