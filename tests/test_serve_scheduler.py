@@ -89,6 +89,10 @@ class Client:
         return next(event.n_reused for event in self.events if isinstance(event, PrefillDone))
 
 
+def lose_draft(_sequences, _budgets):
+    raise EngineError("the draft's device was lost")
+
+
 @pytest.fixture
 def server():
     """A started scheduler: ``server(n_slots=2)``; ``.engine`` is its engine."""
@@ -102,19 +106,22 @@ def server():
         start=True,
         exact=False,
         fixed=False,
+        draft_fails=False,
         **options,
     ) -> Scheduler:
         engine = engine or TableEngine(LOGITS, V, n_sequences=n_slots, **{"n_ctx": 200, **options})
         ngram = NgramDrafter(min_hit_rate=0.2)
         controller = None if fixed else Controller(4)
         drafter = ngram if controller is None else AdaptiveDrafter(controller, None, ngram)
+        if draft_fails:
+            drafter.propose = lose_draft
         session = SimpleNamespace(
             engine=engine,
             drafter=drafter,
             verifier=GREEDY,
             controller=controller,
-            model=SimpleNamespace(piece=lambda token: bytes([65 + token])),
-            speculation=SimpleNamespace(k=4, drafter="n-gram"),
+            model=SimpleNamespace(piece=lambda token: bytes([65 + token]), bos=-1),
+            speculation=SimpleNamespace(k=4, drafter="draft tiny or n-gram" if draft_fails else "n-gram"),
             settings=SimpleNamespace(exact=exact),
         )
         scheduler = Scheduler(session, Metrics(4, n_slots), pace or Pace(), n_queue)
@@ -425,16 +432,23 @@ def test_a_failed_pass_fails_its_answers_and_the_next_ones_are_answered(server, 
     assert scheduler.failure is None
 
 
-@pytest.mark.parametrize("script", ["pxpxpx", "rxrxrx", "pxpxp-rxpxp-pxpxpx", "pxpxp-pxpxp-"])
-def test_passes_that_fail_one_after_the_other_are_a_failure_for_good(server, caplog, script):
-    """Any that succeeds between them says that the engine works."""
-    scheduler, is_lasting = server(engine=fragile(script)), script.endswith("pxpxpx")
+LASTING = ("pxpxpxpx", "rxrxrxrx", "pxpxp-pxpxpxpx", "rxp-rxp-rxrx", "pxpxpxp-pxpxpxpx")
+
+
+@pytest.mark.parametrize(
+    "script", [*LASTING, "pxpxpxp-", "rxrxrxr-", "pxpxp-pxpxp-", "rxrxr-rxrxr-", "pxrxp-rxp-r-", "pxpxrxrxp-r-"]
+)
+def test_three_passes_of_a_kind_and_one_to_prove_it_are_a_failure_for_good(server, caplog, script):
+    """One of its kind that works between them says that the engine does, as does the one behind them."""
+    scheduler, is_lasting = server(engine=fragile(script)), script in LASTING
     errors = []
     while scheduler.engine.script and scheduler.failure is None:
         ask(scheduler, client := Client([len(errors) % V]))
         client.wait()
         errors += [client.error] if isinstance(client.events[-1], Failed) else []
-    assert len(errors) == script.count("x")
+        if len(errors) > 2:
+            scheduler._thread.join(0.2)  # the proof comes behind the answer
+    assert len(errors) == script.count("x") - is_lasting, "the proof is nobody's"
     scheduler._thread.join(WAIT_S if is_lasting else 0.0)
     assert value(scheduler, "specli_engine_failed") == is_lasting
     assert [line for level, line in said(caplog) if level == "ERROR" and "for good" in line] == (
@@ -446,6 +460,144 @@ def test_passes_that_fail_one_after_the_other_are_a_failure_for_good(server, cap
     else:
         ask(scheduler, client := Client([1, 2]))
         assert client.wait().tokens == solo([1, 2])
+
+
+class Picky(TableEngine):
+    """Finds no numbers for what begins with one of ``bad``, nor in rounds with ``is_round_bad``."""
+
+    bad: Sequence[int] = ()
+    is_round_bad = False
+    n_passes = 0
+
+    def evaluate(self, slices, interruptible=False):
+        self.n_passes += 1
+        found = super().evaluate(slices, interruptible)
+        for part, rows in zip(slices, found.rows, strict=True):
+            if self._history[part.sequence][0] in self.bad and (interruptible or self.is_round_bad):
+                rows[:] = np.nan
+        return found
+
+
+def picky(*bad: int, n_slots: int = 4) -> Picky:
+    engine = Picky(LOGITS, V, n_ctx=200, n_sequences=n_slots)
+    engine.bad = bad
+    return engine
+
+
+def test_a_prompt_that_fails_takes_no_server_down_however_often_it_is_asked(server, caplog):
+    scheduler = server(engine=picky(5), start=False)
+    fine = Client([1, 2], max_tokens=100)
+    clients = [Client([5, 1]) for _ in range(12)]
+    scheduler._n_queue = 50
+    ask(scheduler, fine)
+    for i in range(0, 12, 3):  # n: 3, four times
+        scheduler.submit([client.job for client in clients[i : i + 3]])
+    scheduler.start()
+    for client in clients:
+        assert isinstance(client.wait().error, EngineError)
+    assert fine.wait().tokens == solo([1, 2], 100)
+    ask(scheduler, last := Client([1, 2]))
+    assert last.wait().tokens == solo([1, 2])
+    assert scheduler.failure is None
+    assert ("WARNING", "passes for 3 requests failed one after the other, but the engine works") in said(caplog)
+
+
+def test_choices_of_one_request_prove_nothing(server, caplog):
+    scheduler = server(engine=fragile("px" * 6), start=False)
+    clients = [Client([3]) for _ in range(6)]
+    scheduler.submit([client.job for client in clients])
+    scheduler.start()
+    for client in clients:
+        client.wait()
+    ask(scheduler, last := Client([1, 2]))
+    assert last.wait().tokens == solo([1, 2])
+    assert not [line for _level, line in said(caplog) if "one after the other" in line]
+
+
+def test_a_turn_ends_with_the_first_prompt_that_fails(server):
+    """Those who have an answer under way get their round before the next one may fail."""
+    scheduler = server(engine=(engine := picky(5)), start=False)
+    ask(scheduler, fine := Client([1], max_tokens=50))
+    scheduler._take_turn()
+    ask(scheduler, *(clients := [Client([5, i]) for i in range(3)]))
+    n_before = engine.n_passes
+    scheduler._take_turn()
+    assert engine.n_passes == n_before + 2
+    assert sum(bool(client.events) for client in clients) == 1
+    scheduler.start()
+    assert fine.wait().tokens == solo([1], 50)
+
+
+def test_a_dead_engine_is_told_after_three_requests(server):
+    scheduler = server(engine=fragile("px" * 100))
+    for _ in range(3):  # the same prompt, as a probe asks
+        ask(scheduler, client := Client([1]))
+        assert isinstance(client.wait().error, EngineError)
+    scheduler._thread.join(WAIT_S)
+    with pytest.raises(Unavailable):
+        scheduler.submit([Client([1]).job])
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_rounds_that_always_fail_are_told_though_prompts_work(server, is_draft):
+    """A pass of the target shows nothing of a draft model: three requests do."""
+    scheduler = server(engine=fragile("" if is_draft else "rx" * 100), draft_fails=is_draft)
+    for i in range(3):
+        ask(scheduler, client := Client([i]))
+        assert isinstance(client.wait().error, EngineError)
+        assert client.n_tokens == 1, "the prompt's"
+    scheduler._thread.join(WAIT_S)
+    assert scheduler.failure == str(client.error)
+
+
+def test_one_question_that_its_client_repeats_condemns_no_draft_model(server):
+    scheduler = server(draft_fails=True)
+    for _ in range(5):
+        ask(scheduler, client := Client([1]))
+        client.wait()
+    scheduler.stop()
+    assert scheduler.failure is None
+
+
+def test_numbers_of_rounds_that_mean_nothing_take_no_server_down_where_others_work(server):
+    engine = picky(*range(5, 9))
+    engine.is_round_bad = True
+    clean = engine.evaluate
+    engine.evaluate = lambda slices, interruptible=False: (
+        TableEngine.evaluate(engine, slices, True) if interruptible else clean(slices)
+    )
+    scheduler = server(engine=engine)
+    for i in range(5, 9):
+        ask(scheduler, client := Client([i]))
+        assert isinstance(client.wait().error, EngineError)
+    ask(scheduler, last := Client([1, 2]))
+    assert last.wait().tokens == solo([1, 2])
+
+
+def test_sums_hold_behind_a_failure_for_good(server):
+    """Answers under way count as far as they came."""
+    scheduler = server(engine=picky(5, 0), start=False)  # 0 is what proves it
+    ask(scheduler, *(under_way := [Client([i], max_tokens=150) for i in (1, 2)]))
+    for _ in range(5):
+        scheduler._take_turn()
+    assert scheduler.failure is None
+    ask(scheduler, *(clients := [Client([5]) for _ in range(3)]))
+    scheduler.start()
+    for client in (*clients, *under_way):
+        assert isinstance(client.wait().error, EngineError)
+    scheduler._thread.join(WAIT_S)
+    assert scheduler.failure is not None
+    told = []
+    for client in under_way:
+        told.append(stats := Stats(client.job.slot))
+        for event in client.events:
+            stats.observe(event)
+    assert value(scheduler, "specli_generation_tokens_total") == sum(stats.n_tokens for stats in told) > 10
+    assert value(scheduler, "specli_prompt_tokens_total") == 2
+    assert value(scheduler, "specli_spec_decode_num_draft_tokens_total") == sum(stats.proposed for stats in told)
+    n_rounds = sum(stats.rounds for stats in told)
+    n_emitted = sum(stats.n_tokens - 1 for stats in told)
+    assert value(scheduler, "specli_spec_decode_block_efficiency") == pytest.approx(n_emitted / n_rounds)
 
 
 def test_a_round_that_fails_counts_once_whatever_the_number_of_its_answers(server):

@@ -20,8 +20,8 @@ class Job:
     """What one answer is made of. Times are ``time.perf_counter`` marks (s).
 
     ``seed`` None: no promise of repetition. ``reuse``: the prompt's beginning may come from a slot's cache. ``deliver``
-    takes events to the client; it is called in the engine's thread. The scheduler sets ``slot`` while the job has one.
-    ``has_left``: the client has gone.
+    takes events to the client; it is called in the engine's thread. The scheduler sets ``slot`` while the job has one,
+    and ``request``, the same for all that came together. ``has_left``: the client has gone.
     """
 
     prompt: Sequence[int]
@@ -35,6 +35,7 @@ class Job:
     arrived_s: float
     deadline_s: float
     deliver: Deliver
+    request: int = 0
     slot: int | None = None
     started_s: float | None = None
     has_left: bool = False

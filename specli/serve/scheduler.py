@@ -14,9 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
 
 from specli.decode import Decoder
+from specli.engine.base import Slice
 from specli.errors import DeadEnd, EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, FinishReason, RoundDone
 from specli.prefix import KeptPrefix
@@ -31,7 +35,7 @@ from specli.text import TextStream
 LOGGER = logging.getLogger("specli.serve")
 N_ROUNDS_TOLD = 1000  # after which the controller's record of decisions begins anew
 SLA_EVERY_S = 10.0  # between two looks at the bounds
-N_FAILED = 3  # passes in a row that failed, after which the engine has failed for good
+N_FAILED = 3  # failed passes, of different requests, after which it is asked whether the engine works at all
 
 
 @dataclass(slots=True)
@@ -45,6 +49,25 @@ class _Slot:
     running: Running | None = None
     stats: Stats | None = None
     n_counted: int = 0
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Passes of one kind that failed since one worked. ``of``: whose; who is among them says nothing new."""
+
+    n: int = 0
+    of: set[object] = field(default_factory=set)
+
+    def add(self, whose: set[object]) -> None:
+        """Count a pass, unless the fault may be with who failed before."""
+        if self.of.isdisjoint(whose):
+            self.n += 1
+            self.of |= whose
+
+    def clear(self) -> None:
+        """One worked."""
+        self.n = 0
+        self.of.clear()
 
 
 class Scheduler:
@@ -78,7 +101,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="specli-engine", daemon=True)
         self._turn = self._n_rounds = 0
-        self._n_failed = 0  # passes in a row
+        self._request_ids = count(1)
+        self._failed_prompts, self._failed_rounds = _Failures(), _Failures()
         self._answer_s = Window()
         self._sla_checked_s = 0.0
         self._broken: dict[str, bool] = {}
@@ -111,6 +135,9 @@ class Scheduler:
             if n_waiting + len(jobs) > self._n_queue + n_free:
                 answer_s = self._answer_s.mean(self._clock())
                 raise QueueFull(n_waiting, self._pace.wait_s(n_waiting, len(self._slots), answer_s))
+            request = next(self._request_ids)
+            for job in jobs:
+                job.request = request
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -164,6 +191,7 @@ class Scheduler:
             jobs = [*self._waiting, *(slot.job for slot in self._slots if slot.job is not None)]
             self._waiting.clear()
         for slot in self._slots:
+            self._count_unfinished(slot)
             slot.job = slot.running = slot.stats = None
         for job in jobs:
             self._metrics.refuse(_kind(error))
@@ -271,13 +299,13 @@ class Scheduler:
         decoding = [slot for slot in self._slots if slot.running is not None and not slot.running.is_feeding]
         if not decoding:
             return
-        started_s = self._clock()
+        started_s, jobs = self._clock(), [slot.job for slot in decoding if slot.job is not None]
         try:
             events = list(self._decoder.round([slot.running for slot in decoding if slot.running is not None]))
         except SpecError as error:
             for slot in decoding:
                 self._fail(slot, error)
-            self._note_pass([error])
+            self._note_round(jobs, [error], is_whole=True)
             return
         for event in events:
             if isinstance(event, RoundDone):
@@ -287,19 +315,56 @@ class Scheduler:
         for slot in decoding:
             own = [event for event in events if isinstance(event, RoundDone) or event.sequence == slot.index]
             self._handle(slot, own)
-        failed = [event.error for event in events if isinstance(event, Failed)]
-        self._note_pass(failed if len(failed) == len(decoding) else [])
+        if events:
+            self._note_round(jobs, [event.error for event in events if isinstance(event, Failed)], is_whole=False)
         self._n_rounds += 1
         if self._n_rounds % N_ROUNDS_TOLD == 0 and self._session.controller is not None:
             self._session.controller.begin_answer()
 
-    def _note_pass(self, errors: Sequence[Exception]) -> None:
-        """A pass is over; ``errors`` where it failed for all its answers. After ``N_FAILED`` such in a row, give up."""
-        broken = [error for error in errors if isinstance(error, EngineError) and not isinstance(error, DeadEnd)]
-        self._n_failed = self._n_failed + 1 if broken else 0
-        if self._n_failed >= N_FAILED:
-            LOGGER.error("the engine has failed for good: %s; restart the server", broken[-1])
-            self._give_up(str(broken[-1]))
+    def _note_round(self, jobs: Sequence[Job], errors: Sequence[Exception], *, is_whole: bool) -> None:
+        """A round for ``jobs`` is over; ``is_whole``: it failed as such, so a draft model may have failed in it."""
+        broken = [error for error in errors if _is_broken(error)]
+        if not is_whole and len(broken) < len(jobs):
+            self._failed_rounds.clear()
+        elif broken:
+            whose: set[object] = {job.request for job in jobs}
+            has_draft = self._session.speculation.drafter.startswith("draft")
+            if has_draft:  # no pass of the target clears it: clients that ask the same again may not make up three
+                whose |= {tuple(job.prompt) for job in jobs}
+            n_rows = min(self._decoder.k_max + 1, self._session.engine.n_rows_max)
+            self._suspect(self._failed_rounds, whose, broken[-1], n_rows, is_certain=is_whole and has_draft)
+
+    def _suspect(
+        self, failures: _Failures, whose: set[object], error: Exception, n_rows: int, *, is_certain: bool = False
+    ) -> None:
+        """A pass failed. Give up once ``N_FAILED`` did that had nothing in common, and a harmless one fails too.
+
+        ``n_rows``: of that one. ``is_certain``: it would prove nothing, as another engine may be the broken one.
+        """
+        failures.add(whose)
+        if failures.n < N_FAILED or self._is_killed:
+            return
+        if is_certain or not self._works(n_rows, is_prompt=failures is self._failed_prompts):
+            LOGGER.error("the engine has failed for good: %s; restart the server", error)
+            self._give_up(str(error))
+        else:
+            LOGGER.warning("passes for %d requests failed one after the other, but the engine works", N_FAILED)
+            failures.clear()
+
+    def _works(self, n_rows: int, *, is_prompt: bool) -> bool:
+        """Whether the target can evaluate what is nobody's, the way that ``is_prompt`` says, on a slot that is free."""
+        engine = self._session.engine
+        free = [slot for slot in self._slots if slot.job is None]
+        slot = min(free, key=lambda slot: engine.n_past(slot.index))
+        tokens = [max(0, self._session.model.bos)] * min(n_rows, engine.n_batch, engine.n_ctx)
+        try:
+            slot.kept.drop()
+            rows = engine.evaluate([Slice(slot.index, tokens, 0, len(tokens))], interruptible=is_prompt).rows[0]
+            is_sound = bool(np.isfinite(rows.max(axis=1)).all())  # as for a sampler: -inf is a ban
+            engine.rollback(slot.index, 0)
+        except SpecError:
+            return False
+        return is_sound
 
     def _state(self, outcome: RoundDone) -> str:
         """What the controller did; without one, whether anything was drafted."""
@@ -311,7 +376,7 @@ class Scheduler:
         return "n-gram" if session.speculation.drafter == "n-gram" else "draft"
 
     def _feed(self) -> None:
-        """Evaluate a part of the prompts, the oldest first."""
+        """Evaluate a part of the prompts, the oldest first; behind a failure, the others have the next turn."""
         feeding = [slot for slot in self._slots if slot.running is not None and slot.running.is_feeding]
         n_decoding = sum(slot.running is not None for slot in self._slots) - len(feeding)
         engine = self._session.engine
@@ -319,15 +384,18 @@ class Scheduler:
         is_whole = self._session.settings.exact  # where a prompt's cuts must not depend on the load
         left = engine.n_batch if is_whole else self._chunk(n_decoding, feeding)
         for slot in feeding:
-            while left > 0 and slot.running is not None and slot.running.is_feeding:
+            while left > 0 and (running := slot.running) is not None and running.is_feeding:
                 n_before, busy_s = engine.n_past(slot.index), engine.busy_s
                 try:
-                    events = list(self._decoder.feed(slot.running, engine.n_batch if is_whole else left))
+                    events = list(self._decoder.feed(running, engine.n_batch if is_whole else left))
                 except SpecError as error:
+                    whose: set[object] = {slot.job.request if slot.job is not None else None}
                     self._fail(slot, error)
-                    self._note_pass([error])
-                    break
-                self._note_pass([])
+                    if _is_broken(error):
+                        self._suspect(self._failed_prompts, whose, error, 1)
+                    return
+                if len(running.state.tokens) > running.n_prompt:  # before its last part no number is looked at
+                    self._failed_prompts.clear()
                 n_fed = engine.n_past(slot.index) - n_before
                 left -= max(1, n_fed)
                 self._pace.observe_chunk(n_fed, engine.busy_s - busy_s)
@@ -365,6 +433,12 @@ class Scheduler:
         slot.n_counted += len(settled)
         self._metrics.observe_settled(settled, self._clock())
 
+    def _count_unfinished(self, slot: _Slot) -> None:
+        """Count what there is of an answer that ends before its time."""
+        if slot.stats is not None and slot.job is not None:
+            self._count_rounds(slot, slot.stats)
+            self._metrics.observe_tokens(slot.stats)
+
     def _end(self, slot: _Slot, job: Job, stats: Stats, reason: FinishReason) -> None:
         now_s = self._clock()
         has_left = reason == "cancelled" and job.has_left
@@ -386,10 +460,9 @@ class Scheduler:
         """End one answer; what its cache holds is not trusted."""
         job = slot.job
         _log(error)
+        self._count_unfinished(slot)
         if slot.stats is not None and job is not None:
             now_s, ttft_s = self._clock(), slot.stats.ttft_s
-            self._count_rounds(slot, slot.stats)
-            self._metrics.observe_tokens(slot.stats)
             self._pace.observe_answer(now_s, now_s - job.arrived_s if ttft_s is None else ttft_s, slot.stats.tpot_ms)
         self._metrics.refuse(_kind(error))
         slot.running = None
@@ -423,6 +496,11 @@ def _log(error: SpecError) -> None:
         LOGGER.error("an answer failed: %s", error)
     elif kind == "timeout":
         LOGGER.warning("an answer failed: %s", error)
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a pass, or the numbers of it, failed; what allows no token was judged by sound ones."""
+    return isinstance(error, EngineError) and not isinstance(error, DeadEnd)
 
 
 def _kind(error: SpecError) -> str:
