@@ -687,7 +687,6 @@ def test_a_property_without_a_name_is_one(accepts):
         ({"anyOf": []}, "an anyOf without values"),
         ({"items": {"type": []}}, "a type without values"),
         ({"properties": {"a": 5}}, "has 5 where an object was expected"),
-        ({"properties": {"*": {}}}, "a property '*'"),
         ({"$ref": "#/$defs/a", "$defs": {}}, "refers to '#/$defs/a', which it does not hold"),
         ({"$ref": "#a"}, "refers to '#a', which it does not hold"),
     ],
@@ -695,3 +694,96 @@ def test_a_property_without_a_name_is_one(accepts):
 def test_what_the_converter_would_misread_is_told(schema: object, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         schema_grammar(json.dumps(schema))
+
+
+INT, NULL = {"type": "integer"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (
+            {"properties": {"a": {"type": "string"}}, "additionalProperties": True},
+            ["{}", '{"a":"x"}', '{"a":"x","b":1}', '{"a":"x","b":1,"c":[]}', '{"b":1}', '{"b":{},"c":2}', '{"":1}'],
+            ['{"a":"x""b":1}', '{"a":"x",}', "{,}", '{"a":1}', '{"a":"x","a":[1]}', '{"b":1,"a":"x"}'],
+        ),
+        (
+            {"properties": {"a": NULL, "b": NULL}, "additionalProperties": INT},
+            [
+                "{}",
+                '{"a":null}',
+                '{"b":null}',
+                '{"a":null,"b":null}',
+                '{"a":null,"b":null,"c":1}',
+                '{"b":null,"c":1}',
+                '{"c":1,"d":2}',
+                '{"a":null,"aa":1}',
+            ],
+            ['{"a":null"b":null}', '{"c":null}', '{"a":1}', '{"b":1}', '{"a":null,"b":null"c":1}'],
+        ),
+        (
+            {"properties": {"a": NULL, "b": NULL, "r": NULL}, "required": ["r"], "additionalProperties": INT},
+            [
+                '{"r":null}',
+                '{"r":null,"a":null}',
+                '{"r":null,"b":null,"c":1}',
+                '{"r":null,"c":1}',
+                '{"r":null,"a":null,"b":null,"c":1,"d":2}',
+            ],
+            ["{}", '{"a":null}', '{"r":null"c":1}', '{"r":null,"r":1}', '{"r":null,}', '{"r":null,"c":1"d":1}'],
+        ),
+        (
+            {"properties": {"r": NULL}, "required": ["r"], "additionalProperties": {}},
+            ['{"r":null}', '{"r":null,"R":1}', '{"r":null,"rr":1}'],
+            ['{"r":null,"r":null}', '{"r":null,"\\u0072":1}', "{}"],
+        ),
+        (
+            {"properties": {"*": INT, "a": NULL}, "additionalProperties": NULL},
+            ['{"*":1}', '{"*":1,"a":null,"b":null}'],
+            ['{"*":null}', '{"*":1,"*":null}'],
+        ),
+        (
+            {"properties": {"name": INT, "names": INT, "/": INT, '"': INT, "é\n": INT}, "additionalProperties": NULL},
+            [
+                '{"nam":null}',
+                '{"namesx":null,"name_":null,"n\\n":null,"//":null,"é":null,"\\"\\"":null}',
+                '{"x\\u0061":null}',
+                '{"name\\"":null}',
+                '{"é\\nx":null}',
+                '{"é\\t":null}',
+                '{"\\t":null}',
+                '{"":null}',
+            ],
+            [
+                '{"name":null}',
+                '{"names":null}',
+                '{"\\/":null}',
+                '{"/":null}',
+                '{"\\"":null}',
+                '{"é\\n":null}',
+                '{"\\u006eame":null}',
+                '{"nam\\u0065":null}',
+                '{"\x01":null}',
+            ],
+        ),
+        (
+            {"properties": {"": INT, "\x01": INT, "\x7f": INT}, "additionalProperties": NULL},
+            ['{"":1,"\\u0001":2,"a":null}'],
+            ['{"":null}', '{"\\u0001":null}', '{"\x01":null}', '{"\x7f":null}'],
+        ),
+    ],
+)
+def test_additional_properties_are_others_than_the_declared_ones(accepts, schema, texts, others):
+    assert [text for text in [*texts, *others] if accepts(schema, text)] == texts
+    assert unenforced(json.dumps(schema)) == []
+    assert all(json.loads(text) is not None for text in texts)
+
+
+@pytest.mark.parametrize("names", [["n" * 101], [f"{i:020}" for i in range(51)]], ids=len)
+def test_too_many_names_to_be_left_out_are_told(accepts, names):
+    schema = {"properties": dict.fromkeys(names, NULL), "required": names, "additionalProperties": INT}
+    declared = dict.fromkeys(names)
+    assert unenforced(json.dumps(schema)) == ["properties"]
+    assert accepts(schema, json.dumps(declared))
+    assert accepts(schema, json.dumps({**declared, "b": 1}))
+    assert unenforced(json.dumps({**schema, "additionalProperties": False})) == []

@@ -186,10 +186,11 @@ def _class(ranges: Ranges, source: str) -> str:
         raise _Refused(f"whose {source!r:.50} is nothing that JSON writes without a backslash")
     if len(left) > _MAX_RANGES:
         raise _Refused(f"which has a class of {len(left)} ranges, at most {_MAX_RANGES} were expected")
-    return f"[{''.join(_letter(low) if low == high else f'{_letter(low)}-{_letter(high)}' for low, high in left)}]"
+    return f"[{''.join(letter(low) if low == high else f'{letter(low)}-{letter(high)}' for low, high in left)}]"
 
 
-def _letter(code: int) -> str:
+def letter(code: int) -> str:
+    """A character as a class of GBNF has it."""
     if _PLAIN.match(chr(code)):
         return chr(code)
     return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"

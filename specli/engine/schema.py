@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from llama_cpp.llama_grammar import INVALID_RULE_CHARS_RE, SchemaConverter
+from llama_cpp.llama_grammar import INVALID_RULE_CHARS_RE, PRIMITIVE_RULES, SchemaConverter
 
 from specli.engine.grammar import CLASS, REPETITION
+from specli.engine.keys import can_leave_out, other_names
 from specli.engine.pattern import optional_parts, translated
 from specli.errors import ConfigError
 
@@ -69,11 +70,14 @@ def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
     root = json.loads(schema)
     found: set[str] = set()
+    leaves_out = can_leave_out(_open_names(root))
     for part in _schemas(root):
         read = part
         try:
             read = _read(part, root)
             heeded = _heeded(read)
+            if _is_open(read) and not leaves_out:
+                heeded -= {"properties"}
         except (ConfigError, RecursionError):  # where the converter did not look: below a keyword that is told
             continue
         except (AttributeError, TypeError):  # malformed, the same
@@ -92,6 +96,7 @@ class _Converter(SchemaConverter):
         super().__init__(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)  # type: ignore[no-untyped-call]
         self._root = root
         self._names: dict[str, str] = {}  # of references
+        self._leaves_out = can_leave_out(_open_names(root))
         self._waiting: list[str] = []  # references whose rules are not written yet
         self._keys: dict[tuple[str, str], str] = {}  # of a name and a rule
         self._n_alike: dict[str, int] = {}
@@ -168,16 +173,44 @@ class _Converter(SchemaConverter):
     def _build_object_rule(
         self, properties: list[tuple[str, Any]], required: set[str], name: str, additional_properties: object
     ) -> str:
-        names = {one for one, _ in properties}
-        if "*" in names:  # the converter's own word for the additional ones
-            raise ConfigError("the JSON schema has a property '*', which cannot be made a grammar; name it otherwise")
-        self._n_optional += len(names - required)
+        """The required ones in their order, then any of the others in theirs, then additional ones."""
+        needed = [one for one, _ in properties if one in required]
+        optional = [one for one, _ in properties if one not in required]
+        self._n_optional += len(optional)
         if self._n_optional > _MAX_OPTIONAL_PROPERTIES:
             raise ConfigError(
                 f"the JSON schema has {self._n_optional} properties that are not required, at most "
                 f"{_MAX_OPTIONAL_PROPERTIES} were expected; require some, or allow any object there"
             )
-        return str(super()._build_object_rule(properties, required, name, additional_properties))
+        pairs = {
+            one: self._pair(f"{name}-{one}", self._format_literal(json.dumps(one)), schema)
+            for one, schema in properties
+        }
+        ways, rest = [], ""
+        if additional_properties is True or isinstance(additional_properties, dict):
+            more = self._pair(f"{name}-additional", self._other_name(pairs), additional_properties)
+            rest = f' ("," space {more})*'
+            ways = [more + rest]
+        for one in reversed(optional):
+            ways.append(pairs[one] + rest)
+            if one != optional[0]:
+                rest = " " + self._add_rule(f"{name}-{one}-rest", f'("," space {pairs[one]})?{rest}')
+        rule = ' "," space '.join(pairs[one] for one in needed)
+        others = " | ".join(reversed(ways))
+        if ways:
+            rule += f' ("," space ({others}))?' if needed else f"({others})?"
+        return f'"{{" space {rule} "}}" space'
+
+    def _pair(self, name: str, key: str, schema: object) -> str:
+        return self._add_rule(f"{name}-kv", f'{key} space ":" space {self.visit(schema, name)}')
+
+    def _other_name(self, names: Collection[str]) -> str:
+        char = self._primitive("char")
+        chars = self._add_rule("chars", f"{char}*")
+        return f'"\\"" {other_names(names if self._leaves_out else (), char, chars)} "\\""'
+
+    def _primitive(self, name: str) -> str:
+        return str(self._add_primitive(name, PRIMITIVE_RULES[name]))
 
     def _count_repeats(self, numbers: Iterable[int]) -> None:
         """Refuse what would take all memory, or minutes. Raises ``ConfigError``."""
@@ -220,6 +253,16 @@ def _heeded(part: Mapping[str, Any]) -> set[str]:
     if kind in (None, "string") and _FORMATS.fullmatch(str(part.get("format"))):
         return heeded | {"format"}
     return heeded | ({"minLength", "maxLength"} if kind == "string" else set())
+
+
+def _is_open(part: Mapping[str, Any]) -> bool:
+    """Whether an object may have properties that are not declared: it has to say so."""
+    return part.get("additionalProperties", False) is not False and isinstance(part.get("properties"), dict)
+
+
+def _open_names(root: object) -> list[str]:
+    """What additional properties anywhere in a schema have to be told from."""
+    return [name for part in _schemas(root) if _is_open(part) for name in part["properties"]]
 
 
 def _read(schema: object, root: object) -> Part:
