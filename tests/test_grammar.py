@@ -787,3 +787,54 @@ def test_too_many_names_to_be_left_out_are_told(accepts, names):
     assert accepts(schema, json.dumps(declared))
     assert accepts(schema, json.dumps({**declared, "b": 1}))
     assert unenforced(json.dumps({**schema, "additionalProperties": False})) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "begin", "more", "end"),
+    [
+        ({"type": "string", "minLength": "low", "maxLength": "high"}, "", "a", '"'),
+        ({"type": "array", "items": {"const": 1}, "minItems": "low", "maxItems": "high"}, "1", ",1", "]"),
+        ({"type": "string", "pattern": "^(ab)$"}, "", "ab", '"'),
+    ],
+    ids=["string", "array", "pattern"],
+)
+@pytest.mark.parametrize("low", [0, 1, 99, 101, 200])
+@pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 200, 203, None])
+def test_things_repeat_as_often_as_a_schema_says(byte_model, schema, begin, more, end, low, n):
+    high = None if n is None else low + n
+    numbers = {"low": low, "high": high, "^(ab)$": f"^(ab){{{low},{'' if high is None else high}}}$"}
+    asked = {key: numbers.get(str(value), value) for key, value in schema.items()}
+    text = schema_grammar(json.dumps({key: value for key, value in asked.items() if value is not None}))
+    tokens = {byte_model.special_piece(token).decode("latin-1"): token for token in range(byte_model.n_vocab)}
+    grammar = compile_grammar(byte_model, text, Pieces(byte_model)).after(tokens[end.replace("]", "[")])
+    lengths = []
+    for length in range(low + 250):
+        if grammar.allows(tokens[end]):
+            lengths.append(length)
+        for letter in begin if begin and not length else more:
+            if not grammar.allows(tokens[letter]):
+                break
+            grammar = grammar.after(tokens[letter])
+        else:
+            continue
+        break
+    assert lengths == [*range(low, min(low + 250, low + 250 if high is None else high + 1))]
+
+
+@pytest.mark.parametrize("number", [2083, 50_000])
+def test_long_strings_and_arrays_nest_little(number: int) -> None:
+    for schema in (
+        {"type": "string", "minLength": 1, "maxLength": number, "format": "uri"},
+        {"type": "string", "minLength": number, "maxLength": number},
+        {"items": {}, "maxItems": number},
+        {"type": "string", "pattern": f"^[a-z]{{1,{number}}}$"},
+    ):
+        text = schema_grammar(json.dumps(schema))
+        check_grammar(text)
+        assert len(text) < 100_000
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "minLength": 2, "maxLength": 1}, {"items": {}, "maxItems": -1}])
+def test_a_maximum_below_its_minimum_is_told(schema: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="below its minimum"):
+        schema_grammar(json.dumps(schema))

@@ -22,7 +22,8 @@ def can_leave_out(names: Collection[str]) -> bool:
 def other_names(names: Iterable[str], char: str, chars: str) -> str:
     r"""What stands between the quotes of a name that is none of ``names``, in GBNF.
 
-    ``char``, ``chars``: the rules of one character and of any number. As long as it begins like one of them it holds no \uXXXX, which could spell any letter of theirs.
+    ``char``, ``chars``: the rules of one character and of any number. As long as it
+    begins like one of them it holds no \uXXXX, which could spell any letter of theirs.
     """
     trie: _Trie = {}
     for name in names:

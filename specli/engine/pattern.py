@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, in the words that llama-cpp-python's converter reads rightly.
+"""Regular expressions of JSON schemas as GBNF; llama-cpp-python's converter misreads many.
 
 It takes escapes for text, repeats the whole literal before one, knows no lazy quantifiers, and lets classes hold what
 JSON writes with a backslash. So each character with a meaning becomes a class, each class a list of ranges in GBNF's
@@ -8,7 +8,7 @@ escapes, and what no grammar expresses is refused. The dialect is ECMA 262 with 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from specli.engine.grammar import REPETITION
 from specli.errors import ConfigError
@@ -35,6 +35,7 @@ _SPACES += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEF
 _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 _PLAIN = re.compile(r"[A-Za-z0-9 _]")  # others have a meaning to somebody on the way
+_WORD = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", re.DOTALL)  # of a translated pattern
 _COUNTED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
 
 
@@ -43,7 +44,7 @@ class _Refused(Exception):
 
 
 def translated(pattern: str) -> str:
-    """``pattern`` for the converter: the same texts, but for those that JSON writes with a backslash.
+    """``pattern`` in few words: the same texts, but for those that JSON writes with a backslash.
 
     Raises ``ConfigError`` for what no grammar expresses: lookarounds, references, inner anchors, quotes.
     """
@@ -51,6 +52,26 @@ def translated(pattern: str) -> str:
         return _translated(pattern)
     except _Refused as why:
         raise ConfigError(f"the JSON schema has the pattern {pattern!r:.200}, {why}") from None
+
+
+def as_gbnf(pattern: str, repeat: Callable[[str, int, int | None], str]) -> str:
+    """What ``translated`` gave, in GBNF. ``repeat``: writes what stands there from so often to so often."""
+    groups: list[list[str]] = [[]]
+    for found in _WORD.finditer(pattern, 1, len(pattern) - 1):
+        word = found[0]
+        if word == "(":
+            groups.append([])
+        elif word == ")":
+            word = f"({' '.join(groups.pop())})"
+            groups[-1].append(word)
+        elif word in "?*+":
+            groups[-1][-1] += word
+        elif word[0] == "{":
+            low, comma, high = word[1:-1].partition(",")
+            groups[-1][-1] = repeat(groups[-1][-1], int(low), int(high) if high else None if comma else int(low))
+        else:
+            groups[-1].append(word if word[0] in "[|" else f'"{word}"')
+    return f"({' '.join(groups[0])})"
 
 
 def optional_parts(pattern: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,7 +13,7 @@ from llama_cpp.llama_grammar import INVALID_RULE_CHARS_RE, PRIMITIVE_RULES, Sche
 
 from specli.engine.grammar import CLASS, REPETITION
 from specli.engine.keys import can_leave_out, other_names
-from specli.engine.pattern import optional_parts, translated
+from specli.engine.pattern import as_gbnf, optional_parts, translated
 from specli.errors import ConfigError
 
 _MAX_REPEATS = 100_000  # of a schema, summed up: the converter writes each of them out
@@ -41,6 +42,7 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentS
 _VALUES = {"const", "enum", "default", "examples"}
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 Part = dict[str, Any]  # one schema
+_CHUNK = 100  # repeats in one rule, which for optional ones nests as many parentheses
 _UNKNOWN = "\0"  # stands for a rule that is not written yet, and is none
 
 
@@ -114,6 +116,14 @@ class _Converter(SchemaConverter):
     def visit(self, schema: object, name: str) -> str:
         read = _read(schema, self._root)
         self._check(read)
+        heeded = _heeded(read)
+        if "minItems" in heeded and isinstance(read["items"], dict):
+            return self._array(read, name)
+        if "minLength" in heeded and {"minLength", "maxLength"} & read.keys():
+            inside = self._repeated(
+                f"{name}-n", self._primitive("char"), max(0, read.get("minLength", 0)), read.get("maxLength")
+            )
+            return self._add_rule(name, f'"\\"" {inside} "\\"" space')
         return str(super().visit(read, name[:_MAX_NAME]))  # type: ignore[no-untyped-call]
 
     def _check(self, schema: Mapping[str, Any]) -> None:
@@ -168,7 +178,39 @@ class _Converter(SchemaConverter):
                 f"the JSON schema has a pattern with {n_optional} parts that may be left out (? and *, as often as "
                 f"groups repeat them), at most {_MAX_OPTIONAL} were expected; write it simpler"
             )
-        return str(super()._visit_pattern(text, name))  # type: ignore[no-untyped-call]
+        inside = as_gbnf(text, partial(self._repeated, f"{name}-n"))
+        return self._add_rule(name, f'"\\"" {inside} "\\"" space')
+
+    def _array(self, read: Part, name: str) -> str:
+        """An array whose items are all of one kind."""
+        item = self.visit(read["items"], f"{name}-item")
+        low, high = max(0, read.get("minItems", 0)), read.get("maxItems")
+        if high == 0 == low:
+            return self._add_rule(name, '"[" space "]" space')
+        more = self._add_rule(f"{name}-more", f'"," space {item}')
+        more = self._repeated(f"{name}-n", more, max(0, low - 1), None if high is None else high - 1)
+        return self._add_rule(name, f'"[" space ({item} {more}){"" if low else "?"} "]" space')
+
+    def _repeated(self, name: str, item: str, low: int, high: int | None) -> str:
+        """``item`` from ``low`` to ``high`` times, with few rules and parentheses: llama.cpp counts to 2,000 itself."""
+        if high is not None and high < low:
+            raise ConfigError(
+                "the JSON schema has a maximum (maxItems, maxLength) below its minimum; nothing would be allowed there"
+            )
+        if " " in item:
+            item = self._add_rule(f"{name}-one", item)
+        words = [item] * (low % _CHUNK)
+        if max(low, high or 0) >= _CHUNK:
+            chunk = self._add_rule(f"{name}-chunk", " ".join([item] * _CHUNK))
+            words += [chunk] * (low // _CHUNK)
+        n_chunks, n = divmod(0 if high is None else high - low, _CHUNK)
+        rest = _up_to(item, n)
+        if n_chunks:
+            part = self._add_rule(f"{name}-part", _up_to(item, _CHUNK - 1))
+        for _ in range(n_chunks):
+            rest = self._add_rule(f"{name}-rest", f"{chunk} {rest} | {part}")
+        words += [f"{item}*"] if high is None else [rest] if rest else []
+        return " ".join(words) or '""'
 
     def _build_object_rule(
         self, properties: list[tuple[str, Any]], required: set[str], name: str, additional_properties: object
@@ -229,6 +271,10 @@ class _Converter(SchemaConverter):
                 f"the JSON schema has {self._n_choices} alternatives (enum, anyOf, oneOf, | in patterns), at most "
                 f"{_MAX_CHOICES} were expected; allow any string there"
             )
+
+
+def _up_to(item: str, n: int) -> str:
+    return f"({item} " * n + ")?" * n
 
 
 def _heeded(part: Mapping[str, Any]) -> set[str]:
