@@ -292,7 +292,46 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
         ({"type": "integer", "$ref": "#/$defs/s"}, ["type"]),
         ({"type": "array", "minItems": 2}, ["minItems"]),
         ({"type": "array", "items": {}, "minItems": 2}, []),
-        ({"prefixItems": [{"type": "null"}], "minItems": 1}, ["minItems"]),
+        ({"prefixItems": [{"type": "null"}], "minItems": 1, "maxItems": 1}, []),
+        ({"prefixItems": [{"type": "null"}], "minItems": 0, "maxItems": 3, "items": False}, []),
+        ({"prefixItems": [{"type": "null"}], "minItems": 2}, ["minItems"]),
+        ({"prefixItems": [{"type": "null"}], "maxItems": 0}, ["maxItems"]),
+        ({"type": ["string", "null"], "minLength": 2, "format": "email"}, ["format"]),
+        ({"type": ["integer", "string", "null"], "minLength": 2, "minimum": 1}, ["minimum"]),
+        ({"type": ["array", "null"], "items": {"type": "null"}, "uniqueItems": True}, ["uniqueItems"]),
+        ({"type": ["object", "null"], "properties": {"a": {"type": "null"}}, "required": ["a"]}, []),
+        ({"type": ["object", "null"], "allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, ["allOf"]),
+        (
+            {"type": ["object", "null"], "additionalProperties": {"type": "integer"}, "minProperties": 1},
+            ["minProperties"],
+        ),
+        ({"type": ["string", "null"], "enum": ["a", None]}, []),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["a"]}]}, []),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["c"]}]}, ["required"]),
+        ({"allOf": [{"$ref": "#/$defs/b"}, {"properties": {"c": {}}}], "$defs": {"b": {"required": ["c"]}}}, []),
+        (
+            {
+                "properties": {"x": {"allOf": [{"$ref": "#/$defs/b"}, {"properties": {"c": {}}}]}},
+                "additionalProperties": {"$ref": "#/$defs/b"},
+                "$defs": {"b": {"properties": {"d": {}}, "required": ["c"]}},
+            },
+            ["required"],
+        ),
+        (
+            {
+                "type": "null",
+                "example": {"minimum": 1},
+                "x-more": {"minimum": 1},
+                "discriminator": {"propertyName": "not", "mapping": {"not": "a"}},
+                "xml": {"not": 1},
+                "externalDocs": {"format": "x"},
+            },
+            [],
+        ),
+        ({"type": "object", "properties": {"x-a": {"type": "null", "minimum": 1}}}, ["minimum"]),
+        ({"type": "object", "propertyNames": {"type": "string"}}, []),
+        ({"type": "object", "propertyNames": {"maxLength": 3}}, ["maxLength", "propertyNames"]),
+        ({"type": "null", "not": {"$dynamicRef": "#a"}}, ["$dynamicRef", "not"]),
         ({"type": "object", "required": ["a"]}, ["required"]),
         ({"type": "null", "not": {"allOf": [True]}}, ["not"]),
         ({"type": "null", "not": {"allOf": [True, {"type": "null"}]}}, ["not"]),
@@ -448,6 +487,33 @@ BASE = {"$defs": {"Base": {"properties": {"a": {"type": "null"}, "b": {"type": "
             ['{"a":null,"c":1}', '{"a":null,"c":1,"b":null}'],
             ["{}", '{"a":null}', '{"c":1}'],
         ),
+        (  # OpenAPI's: remarks, what is required of a base, properties beside, a base of a base
+            {
+                **BASE,
+                "allOf": [{"$ref": "#/$defs/Base"}, {"required": ["b"]}, {"description": "D"}, {"type": "object"}],
+            },
+            ['{"a":null,"b":null}'],
+            ["{}", '{"a":null}'],
+        ),
+        ({**COLOUR, "allOf": [{"$ref": "#/$defs/Colour"}, {"description": "D"}]}, ['"red"'], ["{}"]),
+        (
+            {**BASE, "properties": {"c": {"const": 1}}, "required": ["c"], "allOf": [{"$ref": "#/$defs/Base"}]},
+            ['{"c":1,"a":null}', '{"c":1,"a":null,"b":null}'],
+            ["{}", '{"c":1}', '{"a":null}'],
+        ),
+        (
+            {
+                "$defs": {
+                    **BASE["$defs"],
+                    "Mid": {
+                        "allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"m": {"const": 1}}, "required": ["m"]}]
+                    },
+                },
+                "allOf": [{"$ref": "#/$defs/Base"}, {"$ref": "#/$defs/Mid"}, {"properties": {"c": {"const": 2}}}],
+            },
+            ['{"a":null,"m":1}', '{"a":null,"m":1,"b":null,"c":2}'],
+            ["{}", '{"a":null}', '{"m":1}'],
+        ),
     ],
 )
 def test_an_all_of_allows_what_it_says(accepts, schema, texts, others):
@@ -463,7 +529,9 @@ def test_an_all_of_allows_what_it_says(accepts, schema, texts, others):
         [{"properties": {"a": {}}}, {"properties": {"a": {}}}],
         [{"properties": {"a": {}}}, {"properties": {"b": {}}, "anyOf": [{"properties": {"c": {}}}]}],
         [{"properties": {"a": {}}}, {"properties": {"b": {}}, "oneOf": [{"required": ["b"]}]}],
-        [{"properties": {"a": {}}}, {"allOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]}],
+        [{"properties": {"a": {}}}, {"allOf": [{"properties": {"b": {}}}, {"type": "string"}]}],
+        [{"properties": {"a": {}}}, {"allOf": [{"properties": {"b": {}}}, {"properties": {"a": {}}}]}],
+        [{"properties": {"a": {}}}, {"type": "object", "minProperties": 1}],
         [{"properties": {"a": {}}}, {"$ref": "#/$defs/Colour", "properties": {"b": {}}}],
         [],
     ],
@@ -684,6 +752,11 @@ def test_a_property_without_a_name_is_one(accepts):
     ("schema", "words"),
     [
         ({"type": "char"}, "the type 'char'"),
+        ({"type": ["char", "null"], "minLength": 1}, "the type 'char'"),
+        ({"type": ["string", "null"], "enum": [1]}, "an enum without values"),
+        ({"type": "string", "const": 1}, "an enum without values"),
+        ({"type": "object", "$dynamicRef": "#a"}, "a $dynamicRef, which cannot be made a grammar; write $ref"),
+        ({"$defs": {"A": (a := {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"a": {}}}]})}, **a}, "an allOf of"),
         ({"anyOf": []}, "an anyOf without values"),
         ({"items": {"type": []}}, "a type without values"),
         ({"properties": {"a": 5}}, "has 5 where an object was expected"),
@@ -838,3 +911,37 @@ def test_long_strings_and_arrays_nest_little(number: int) -> None:
 def test_a_maximum_below_its_minimum_is_told(schema: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="below its minimum"):
         schema_grammar(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"type": ["string", "null"], "enum": ["F", "C", None]}, ['"F"', "null"], ['"x"', '"null"']),
+        (
+            {"type": ["string", "null"], "enum": ["F", 1, 1.5, True, [1], {}, None]},
+            ['"F"', "null"],
+            ["1", "true", "[1]"],
+        ),
+        ({"type": ["integer"], "enum": [1, 2.0, 1.5, True]}, ["1", "2.0"], ["1.5", "true"]),
+        ({"type": ["string", "null"], "const": None}, ["null"], ['""']),
+        ({"type": ["string", "null"], "pattern": "^a$"}, ['"a"', "null"], ['"b"']),
+        ({"type": ["string", "null"], "minLength": 1, "maxLength": 2}, ['"a"', '"ab"', "null"], ['""', '"abc"']),
+        ({"type": ["string", "null"], "format": "date"}, ['"2024-01-31"', "null"], ['"a"']),
+        (
+            {"type": ["object", "null"], "properties": {"a": NULL}, "required": ["a"], "additionalProperties": False},
+            ['{"a":null}', "null"],
+            ["{}", "[]", '{"b":null}'],
+        ),
+        ({"type": ["array", "null"], "items": INT, "minItems": 1}, ["[1]", "[1,2]", "null"], ["[]", '["a"]', "{}"]),
+        (
+            {"type": ["array", "integer"], "items": {"type": ["string", "null"]}},
+            ["[]", '["a",null]', "1"],
+            ["[1]", "null"],
+        ),
+        ({"type": ["string"], "maxLength": 1}, ['"a"', '""'], ['"ab"', "null"]),
+        ({"items": {"type": ["string", "null"], "title": "T"}}, ['["a",null]'], ["[1]"]),
+    ],
+)
+def test_one_of_several_types_keeps_what_is_said_of_it(accepts, schema, texts, others):
+    assert [text for text in [*texts, *others] if accepts(schema, text)] == texts
+    assert unenforced(json.dumps(schema)) == []

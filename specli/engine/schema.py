@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -29,7 +30,18 @@ _CONSTRAINTS = {  # keywords that say what is valid; others are remarks
     *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"),
     *("minItems", "maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"),
     *("unevaluatedProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
-    *("dependentSchemas", "dependencies"),
+    *("dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+}
+_OF_STRINGS, _OF_NUMBERS = {"format", "pattern", "minLength", "maxLength"}, {"minimum", "maximum", "multipleOf"}
+_OF_NUMBERS |= {"exclusiveMinimum", "exclusiveMaximum"}
+_OF_ARRAYS = {name for name in _CONSTRAINTS if "tems" in name or "ontains" in name}
+_OF_OBJECTS = {name for name in _CONSTRAINTS if "ropert" in name or "depend" in name} | {"required"}
+_ONLY_OF = {  # keywords that say nothing about values of other types
+    "string": _OF_STRINGS,
+    "number": _OF_NUMBERS,
+    "integer": _OF_NUMBERS,
+    "array": _OF_ARRAYS,
+    "object": _OF_OBJECTS,
 }
 _NO_COMPONENT = {"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "not", "if"}  # of an allOf with them
 _ALL_OF = (
@@ -39,7 +51,7 @@ _FORMATS = re.compile(r"uuid[1-5]?|date|time|date-time")
 _ANYTHING = ["object", "array", "string", "number", "boolean", "null"]
 _TYPES = {*_ANYTHING, "integer"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by other names
-_VALUES = {"const", "enum", "default", "examples"}
+_VALUES = {"const", "enum", "default", "example", "examples", "discriminator", "xml", "externalDocs"}  # and x-…
 _UNESCAPED = r'"\\\x00-\x1F\x7F'  # not allowed in a JSON string as they are, in the words of a GBNF class
 Part = dict[str, Any]  # one schema
 _CHUNK = 100  # repeats in one rule, which for optional ones nests as many parentheses
@@ -71,20 +83,22 @@ def schema_grammar(schema: str) -> str:
 def unenforced(schema: str) -> list[str]:
     """Keywords of a JSON schema, a text, that a grammar of it leaves unchecked; sorted."""
     root = json.loads(schema)
-    found: set[str] = set()
     leaves_out = can_leave_out(_open_names(root))
+    found: set[str] = set()
+    components = _components(root)
     for part in _schemas(root):
-        read = part
         try:
             read = _read(part, root)
-            heeded = _heeded(read)
-            if _is_open(read) and not leaves_out:
-                heeded -= {"properties"}
+            is_split = "anyOf" in read and "anyOf" not in part
+            reads = [read, *(_read(one, root) for one in (read["anyOf"] if is_split else ()))]
         except (ConfigError, RecursionError):  # where the converter did not look: below a keyword that is told
             continue
         except (AttributeError, TypeError):  # malformed, the same
-            heeded = set()
-        found |= read.keys() & _CONSTRAINTS - heeded
+            found |= part.keys() & _CONSTRAINTS
+            continue
+        for one in reads:
+            left = _left(one, leaves_out)
+            found |= left - {"required"} if id(part) in components else left
     return sorted(found)
 
 
@@ -117,7 +131,7 @@ class _Converter(SchemaConverter):
         read = _read(schema, self._root)
         self._check(read)
         heeded = _heeded(read)
-        if "minItems" in heeded and isinstance(read["items"], dict):
+        if "minItems" in heeded and isinstance(read.get("items"), dict):
             return self._array(read, name)
         if "minLength" in heeded and {"minLength", "maxLength"} & read.keys():
             inside = self._repeated(
@@ -130,6 +144,9 @@ class _Converter(SchemaConverter):
         kind = schema.get("type")
         if isinstance(kind, str) and kind not in _TYPES:
             raise ConfigError(f"the JSON schema has the type {kind!r:.50}; {', '.join(sorted(_TYPES))} were expected")
+        for name in ("$dynamicRef", "$recursiveRef"):
+            if name in schema:
+                raise ConfigError(f"the JSON schema has a {name}, which cannot be made a grammar; write $ref")
         for name in ("enum", "anyOf", "oneOf", "type"):
             several = schema.get(name)
             if several == []:
@@ -284,6 +301,8 @@ def _heeded(part: Mapping[str, Any]) -> set[str]:
         if keys & part.keys() - {"type"} and (keys & {"$ref", "oneOf", "anyOf"} or not isinstance(kind, list)):
             return keys
     heeded = {"type"} if required else {"type", "required"}
+    if part.get("propertyNames") in (True, {}, {"type": "string"}):
+        heeded.add("propertyNames")
     if more is True:
         heeded.add("additionalProperties")
     if isinstance(kind, list):
@@ -293,12 +312,41 @@ def _heeded(part: Mapping[str, Any]) -> set[str]:
         return heeded | {"properties", "additionalProperties"} | ({"required"} if is_known else set())
     if kind in (None, "array") and ("items" in part or "prefixItems" in part):
         items = part.get("items") or part.get("prefixItems")
-        return heeded | ({"items", "prefixItems"} if isinstance(items, list) else {"items", "minItems", "maxItems"})
+        if not isinstance(items, list):
+            return heeded | {"items", "minItems", "maxItems"}
+        heeded |= {"minItems"} if part.get("minItems", 0) <= len(items) else set()
+        heeded |= {"maxItems"} if part.get("maxItems", len(items)) >= len(items) else set()
+        return heeded | {"items", "prefixItems"}
     if kind in (None, "string") and "pattern" in part:
         return heeded | {"pattern"}
     if kind in (None, "string") and _FORMATS.fullmatch(str(part.get("format"))):
         return heeded | {"format"}
     return heeded | ({"minLength", "maxLength"} if kind == "string" else set())
+
+
+def _left(part: Mapping[str, Any], leaves_out: bool) -> set[str]:
+    """The keywords of one schema, as ``_read``, that the grammar does not follow."""
+    try:
+        heeded = _heeded(part)
+    except (AttributeError, TypeError):  # malformed
+        heeded = set()
+    return part.keys() & _CONSTRAINTS - (heeded if leaves_out or not _is_open(part) else heeded - {"properties"})
+
+
+def _components(root: object) -> dict[int, object]:
+    """What is read only as a component of an allOf, which says as a whole whether what it requires is there."""
+    found: dict[int, object] = {}
+    for part in _schemas(root):
+        for one in part["allOf"] if isinstance(part.get("allOf"), list) else ():
+            found[id(one)] = one
+            with suppress(ConfigError, AttributeError, TypeError):
+                target = _target(one["$ref"], root) if "$ref" in one else one
+                found[id(target)] = target
+    for part in _schemas(root):
+        if id(part) not in found and "$ref" in part:
+            with suppress(ConfigError, AttributeError, TypeError):
+                found.pop(id(_target(part["$ref"], root)), None)
+    return found
 
 
 def _is_open(part: Mapping[str, Any]) -> bool:
@@ -316,12 +364,55 @@ def _read(schema: object, root: object) -> Part:
     read = _plain(schema)
     if not read.keys() & _CONSTRAINTS:
         return {} if schema is root and schema is not True else {"type": _ANYTHING}
+    read = _of_types(read)
     items = read.get("items")
     if items is True or items == {}:  # which the converter takes for none
         read = {**read, "items": {"type": _ANYTHING}}
-    others = {"$ref", "anyOf", "oneOf", "const", "enum", "properties"}
     is_object = read.get("type") in (None, "object") and read.get("additionalProperties", True) is True
-    return _merged(read, root) if "allOf" in read and is_object and not others & read.keys() else read
+    if "allOf" not in read or not is_object or {"$ref", "anyOf", "oneOf", "const", "enum"} & read.keys():
+        return read
+    try:
+        return _merged(read, root, set())
+    except ConfigError:
+        if "properties" in read:  # which are followed; the allOf is told
+            return read
+        raise
+
+
+def _of_types(part: Part) -> Part:
+    """A schema with values of its types only; one of several types as alternatives of one each."""
+    kinds = part.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    is_known = isinstance(kinds, list) and kinds is not _ANYTHING and _TYPES.issuperset(kinds)
+    if not is_known or not kinds or {"$ref", "anyOf", "oneOf"} & part.keys():
+        return part
+    name = "const" if "const" in part else "enum"
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list) and values:
+        beside = {key: value for key, value in part.items() if key not in ("type", name)}
+        fitting = [value for value in values if not _kinds(value).isdisjoint(kinds)]
+        return {**beside, "const": fitting[0]} if name == "const" and fitting else {**beside, "enum": fitting}
+    if len(kinds) == 1:
+        return {**part, "type": kinds[0]}
+    if not part.keys() & _CONSTRAINTS - {"type"}:
+        return part
+    remarks = {key: value for key, value in part.items() if key not in _CONSTRAINTS}
+    return {**remarks, "anyOf": [_of_type(part, kind) for kind in kinds]}
+
+
+def _of_type(part: Part, kind: str) -> Part:
+    others = set().union(*_ONLY_OF.values()) - _ONLY_OF.get(kind, set())
+    return {**{key: value for key, value in part.items() if key in _CONSTRAINTS - others}, "type": kind}
+
+
+def _kinds(value: object) -> set[str]:
+    """The names of a value's types."""
+    if isinstance(value, float) and value.is_integer():
+        return {"number", "integer"}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"number", "integer"}
+    names = {bool: "boolean", float: "number", str: "string", list: "array", dict: "object"}
+    return {names.get(type(value), "null")}
 
 
 def _plain(schema: object) -> Part:
@@ -332,24 +423,28 @@ def _plain(schema: object) -> Part:
         raise ConfigError(f"the JSON schema has {schema!r:.50} where an object was expected")
     several = schema.get("allOf")
     beside = {name: value for name, value in schema.items() if name != "allOf"}
-    if not isinstance(several, list) or len(several) != 1 or beside.keys() & _CONSTRAINTS:
+    if not isinstance(several, list) or not several or beside.keys() & _CONSTRAINTS:
         return schema
-    return beside | _plain(several[0])
+    telling = [one for one in several if not isinstance(one, dict) or one.keys() & _CONSTRAINTS]
+    if len(telling) > 1:
+        return schema
+    return beside | _plain(telling[0]) if telling else beside
 
 
-def _merged(schema: Part, root: object) -> Part:
-    """An allOf of objects as one; alternatives in it lose what they require, and are left in the allOf to be told."""
-    properties: Part = {}
+def _merged(schema: Part, root: object, passed: set[str]) -> Part:
+    """An allOf of objects as one; alternatives in it lose what they require, and are left in the allOf to be told.
+
+    ``passed``: references that are in it already, which is enough.
+    """
+    properties: Part = dict(schema.get("properties", {}))
     required, loose = [*schema.get("required", [])], []
     for each in map(_plain, schema["allOf"]):
+        if not each.keys() & _CONSTRAINTS or each.get("$ref") in passed:
+            continue
         if "anyOf" in each:
             loose.append({name: value for name, value in each.items() if name != "anyOf"})
         for one in map(_plain, each.get("anyOf", [each])):
-            part = _target(one["$ref"], root) if "$ref" in one else one
-            is_alone = part is one or not one.keys() & _CONSTRAINTS - {"$ref"}
-            is_object = part.get("type") in (None, "object") and "properties" in part
-            if not is_alone or not is_object or part.keys() & _NO_COMPONENT:
-                raise ConfigError(_ALL_OF)
+            part = _component(one, root, None if "anyOf" in each else passed)
             if properties.keys() & part["properties"].keys():
                 raise ConfigError(_ALL_OF)
             properties |= part["properties"]
@@ -358,6 +453,23 @@ def _merged(schema: Part, root: object) -> Part:
         raise ConfigError(_ALL_OF)
     read = {name: value for name, value in schema.items() if name not in ("allOf", "additionalProperties")}
     return {**read, "properties": properties, "required": required} | ({"allOf": loose} if loose else {})
+
+
+def _component(part: Part, root: object, passed: set[str] | None) -> Part:
+    """An object with properties, which one of an allOf has to be. ``passed``: None for one that stays as it is."""
+    if "$ref" in part:
+        if part.keys() & _CONSTRAINTS - {"$ref"}:
+            raise ConfigError(_ALL_OF)
+        if passed is not None:
+            passed.add(part["$ref"])
+        part = _target(part["$ref"], root)
+    if passed is not None and "allOf" in part and not part.keys() & _NO_COMPONENT - {"allOf"}:
+        part = _merged(part, root, passed)
+    if part.keys() & _CONSTRAINTS <= {"type", "required"}:
+        part = {**part, "properties": {}}
+    if part.get("type") not in (None, "object") or "properties" not in part or part.keys() & _NO_COMPONENT:
+        raise ConfigError(_ALL_OF)
+    return part
 
 
 def _target(reference: str, root: object) -> Part:
@@ -403,7 +515,7 @@ def _schemas(schema: object) -> Iterator[dict[str, Any]]:
             for key, value in one.items():
                 if key in _NAMED and isinstance(value, dict):
                     waiting += value.values()
-                elif key not in _VALUES:
+                elif key not in _VALUES and not key.startswith("x-"):
                     waiting.append(value)
 
 
