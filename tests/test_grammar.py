@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import pytest
 
 from specli.chain import check_constraint, make_sampler
 from specli.config import ModelOptions, SamplingOptions
-from specli.engine.grammar import Grammar, Pieces, check_grammar, compile_grammar
+from specli.engine.grammar import REPETITION, Grammar, Pieces, check_grammar, compile_grammar
 from specli.engine.llama import LlamaModel
-from specli.engine.pattern import optional_parts
+from specli.engine.pattern import nested_repeats, optional_parts, optional_run
 from specli.engine.schema import schema_grammar, unenforced
 from specli.errors import ConfigError, EngineError
 from specli.sampling import Context, Sampler, State
@@ -392,6 +393,8 @@ def test_names_and_values_are_no_keywords():
         ("a?b*[?*]\\?c{2}", 2),
         ("a{0,3}b{,2}c{1,9}", 2),  # how often one character repeats opens no ways
         ("(a?b){7}", 7),
+        ("([-]?)0{60}", 1),
+        ("(a?)[0]{60}b{9}", 1),
         ("((a?){3}b*){2}c?", 9),
         ("(a?)+(b)*", 2),
         (")?(", 1),
@@ -403,8 +406,59 @@ def test_parts_of_a_pattern_that_may_be_left_out_are_counted(pattern: str, n: in
 
 
 @pytest.mark.parametrize(
+    ("pattern", "n"),
+    [
+        ("[a-z]{1,300}", 0),
+        ("([a-z]{1,300}){1,300}", 299 * 300),
+        ("([a-z]{1,300})+([a-z]{1,9})?[a-z]{2,}", 0),
+        ("([a-z]{1,30} ?){1,20}", 30 * 20),
+        ("(([a-z]{1,300})+,){2,}", 299 * 2),
+        ("(([a-z]{1,9}){1,9}){1,9}", (8 + 4 * 8 * 9) * 9),
+        ("([a-z]{3}){1,99}[{1,9}](x)", 0),
+        (")[a]{1,3}(", 0),
+    ],
+)
+def test_repeats_in_repeats_are_counted(pattern: str, n: int) -> None:
+    assert nested_repeats(pattern) == n
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n"),
+    [
+        ("[a-z]?[a-z]*[a-z]{0,9}a?[a-z]", 3),
+        ("[a-z]?x[a-z]?[a-z]?x", 2),
+        ("([a-z]?){40}", 40),
+        ("([a-z]*){1,15}", 15),
+        ("([a-z]?|x[a-z]?[a-z]?){3}", 6),
+        ("([a-z]x){0,9}([a-z]x)?y", 2),
+        ("([a-z]{1,30} ?){1,20}", 0),
+        ("(a[a-z]?[a-z]?){20}", 2),
+        (")?(", 0),
+    ],
+)
+def test_parts_in_a_row_that_may_be_left_out_are_counted(pattern: str, n: int) -> None:
+    assert optional_run(pattern) == n
+
+
+@pytest.mark.parametrize("text", ["{" + " " * 60_000, "{1" + " " * 60_000 + "," + " " * 60_000, "{ " * 30_000])
+def test_spaces_in_braces_are_no_work(text: str) -> None:
+    before = time.monotonic()
+    assert REPETITION.findall(text) == []
+    assert time.monotonic() - before < 5  # 800 spaces took 72 s
+    assert REPETITION.findall("{} { 1 } {2,} { , 3 } {4 , 5} {1 2}") == [
+        ("", ""),
+        ("1", ""),
+        ("2", ""),
+        ("", "3"),
+        ("4", "5"),
+    ]
+
+
+@pytest.mark.parametrize(
     ("schema", "words"),
     [
+        ({"type": "string", "pattern": "^([a-z]{1,300}){1,300}$"}, "repeats that may end in 89700 places"),
+        ({"type": "string", "pattern": "^([a-z]?){40}$"}, "40 parts in a row that may be left out, at most 12"),
         ({"type": "string", "pattern": f"^{'a?' * 51}$"}, "51 parts that may be left out"),
         ({"type": "string", "pattern": "^(a?){51}$"}, "51 parts that may be left out"),
         ({"type": "string", "pattern": f"^({'a|' * 2001}b)$"}, "2001 alternatives"),
@@ -419,6 +473,8 @@ def test_schemas_that_leave_too_many_ways_on_are_refused(schema: dict[str, objec
         schema_grammar(json.dumps(schema))
     everyday = {"type": "string", "pattern": "^[0-9]{3}[- ]?[0-9]{3}(-[0-9]{2}){0,2}$"}
     assert "root" in schema_grammar(json.dumps(everyday))
+    for pattern in (r"^(\w{1,30} ?){1,20}$", "^(-?)0{60}$", r"^([a-z0-9]{1,63}\.){1,10}[a-z]{2,63}$", "^(a?b?){0,20}$"):
+        assert "root" in schema_grammar(json.dumps({"type": "string", "pattern": pattern}))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GBN
 _COMMENT = re.compile(CLASS.pattern + r"|#[^\n]*")
 _MAX_NESTING = 1000  # of parentheses: llama.cpp's parser calls itself for each, and 20,000 end the process
 _MAX_RULES, _MAX_DIGITS = 10_000, 5  # the same: a chain of 100,000 rules ends it
-REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+REPETITION = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")  # no two runs of spaces meet: that takes long
 _STDERR = threading.Lock()
 _AT = re.compile(r" at (.*)$", re.DOTALL)
 

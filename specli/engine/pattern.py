@@ -36,7 +36,8 @@ _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 _PLAIN = re.compile(r"[A-Za-z0-9 _]")  # others have a meaning to somebody on the way
 _WORD = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", re.DOTALL)  # of a translated pattern
-_COUNTED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*,?\s*\d*\s*\}|[()?*]")
+_COUNTED = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|{REPETITION.pattern}|.", re.DOTALL)
+_ITEM = re.compile(rf"(?P<one>[(|]|\)|\\.|\[(?:\\.|[^\]\\])*\]|.)(?P<times>[?*+]|{REPETITION.pattern})?", re.DOTALL)
 
 
 class _Refused(Exception):
@@ -91,6 +92,73 @@ def optional_parts(pattern: str) -> int:
             low, high = (int(number or 0) for number in repeated.groups())
             open_groups[-1] += ended * (max(1, low, high) - 1) + (low == 0)
     return sum(open_groups)
+
+
+def nested_repeats(pattern: str) -> int:
+    """How often repeats in repeats may end in different places, at most; a third level weighs four times as much."""
+    groups = [(0, 0)]  # of each open one: what its repeats leave open, and repeats in repeats
+    for found in _ITEM.finditer(pattern):
+        low, high, _ = _times(found)
+        if found["one"] == "(":
+            groups.append((0, 0))
+            continue
+        alone, nested = 0, 0
+        if found["one"] == ")" and len(groups) > 1:
+            alone, nested = groups.pop()
+            if (times := max(low, high)) > 1:
+                alone, nested = 0, (alone + 4 * nested) * times
+        before = groups.pop()
+        groups.append((before[0] + alone + max(0, high - low), before[1] + nested))
+    return sum(nested for _, nested in groups)
+
+
+def optional_run(pattern: str) -> int:
+    """The most parts in a row that may be left out and are of many letters: a token goes any way through them."""
+    groups = [_Run()]
+    for found in _ITEM.finditer(pattern):
+        low, high, is_optional = _times(found)
+        if found["one"] == "(":
+            groups.append(_Run())
+        elif found["one"] == "|":
+            groups[-1].end_branch()
+        elif found["one"] == ")" and len(groups) > 1:
+            group = groups.pop()
+            group.end_branch()
+            if group.may_be_empty:
+                groups[-1].add(group.longest * max(1, low, high), True)
+            else:
+                groups[-1].longest = max(groups[-1].longest, group.longest)
+                groups[-1].add(1, is_optional)
+        else:
+            groups[-1].add(int("-" in found["one"][1:]), is_optional)
+    return max(group.longest for group in groups)
+
+
+class _Run:
+    """Optional parts in a row, in one group."""
+
+    def __init__(self) -> None:
+        self.longest = self._now = 0
+        self.may_be_empty, self._is_empty = False, True
+
+    def add(self, n: int, is_optional: bool) -> None:
+        self._now = self._now + n if is_optional else 0
+        self._is_empty &= is_optional
+        self.longest = max(self.longest, self._now)
+
+    def end_branch(self) -> None:
+        self.may_be_empty |= self._is_empty
+        self._now, self._is_empty = 0, True
+
+
+def _times(found: re.Match[str]) -> tuple[int, int, bool]:
+    """How often an item stands there at least and, if that is bounded, at most; whether it may be left out."""
+    text = found["times"] or "{1}"
+    repeated = REPETITION.fullmatch(text)
+    if repeated is None:
+        return int(text == "+"), int(text == "?"), text != "+"
+    low = int(repeated[1] or 0)
+    return low, int(repeated[2] or (0 if "," in text else low)), low == 0
 
 
 def _translated(pattern: str) -> str:
