@@ -309,6 +309,7 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
         ({"type": ["string", "null"], "enum": ["a", None]}, []),
         ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["a"]}]}, []),
         ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["c"]}]}, ["required"]),
+        ({"allOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": {"properties": {}, "required": ["c"]}}}, ["required"]),
         ({"allOf": [{"$ref": "#/$defs/b"}, {"properties": {"c": {}}}], "$defs": {"b": {"required": ["c"]}}}, []),
         (
             {
@@ -336,6 +337,8 @@ def test_a_schema_that_repeats_without_end_is_refused_before_it_is_written_out(s
         ({"type": "object", "required": ["a"]}, ["required"]),
         ({"type": "null", "not": {"allOf": [True]}}, ["not"]),
         ({"type": "null", "not": {"allOf": [True, {"type": "null"}]}}, ["not"]),
+        ({"type": "null", "not": {"allOf": [5]}}, ["not"]),
+        ({"type": "null", "not": {"allOf": [{"$ref": 5}, 5]}}, ["allOf", "not"]),
         ({"type": "null", "not": {"pattern": "(?=a)"}}, ["not"]),
         ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "type": "null"}, []),
         ({"type": "null", "not": {"properties": {}, "required": [{}]}}, ["not", "properties", "required"]),

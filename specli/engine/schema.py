@@ -350,7 +350,10 @@ def _components(root: object) -> dict[int, object]:
     """What is read only as a component of an allOf, which says as a whole whether what it requires is there."""
     found: dict[int, object] = {}
     for part in _schemas(root):
-        for one in part["allOf"] if isinstance(part.get("allOf"), list) else ():
+        is_several = False
+        with suppress(ConfigError):
+            is_several = isinstance(part.get("allOf"), list) and _plain(part) is part
+        for one in part["allOf"] if is_several else ():
             found[id(one)] = one
             with suppress(ConfigError, AttributeError, TypeError):
                 target = _target(one["$ref"], root) if "$ref" in one else one
@@ -358,7 +361,7 @@ def _components(root: object) -> dict[int, object]:
     for part in _schemas(root):
         if id(part) not in found and "$ref" in part:
             with suppress(ConfigError, AttributeError, TypeError):
-                found.pop(id(_target(part["$ref"], root)), None)
+                found.pop(id(_pointed(part["$ref"], root)), None)
     return found
 
 
