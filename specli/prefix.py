@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from specli.drafters.base import Drafter, SequenceState
-from specli.engine.base import Engine, roll_back_or_clear
+from specli.engine.base import Engine, Slice, roll_back_or_clear
 
 STARTS_OVER = (
     "the memory of this model cannot go back to where the text changed: it is evaluated again from its beginning "
@@ -51,6 +53,17 @@ class KeptPrefix:
         if self._drafter is not None:
             self._drafter.rewind(state, n_shared)
         return n_shared
+
+    def evaluates(self, token: int, n_rows: int, *, interruptible: bool) -> bool:
+        """Whether one pass over ``token``, repeated, gives sound logits; everything is dropped. Raises as the engine.
+
+        ``token`` below 0: the vocabulary's first.
+        """
+        self.drop()
+        tokens = [max(0, token)] * min(n_rows, self._engine.n_batch, self._engine.n_ctx)
+        rows = self._engine.evaluate([Slice(self._state.id, tokens, 0, len(tokens))], interruptible=interruptible).rows
+        self.drop()
+        return bool(np.isfinite(rows[0].max(axis=1)).all())  # as for a sampler: -inf is a ban
 
     def drop(self) -> None:
         """Empty everything: the next prompt is evaluated whole."""

@@ -17,10 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
-
 from specli.decode import Decoder
-from specli.engine.base import Slice
 from specli.errors import DeadEnd, EngineError, QueueFull, SpecError, TimedOut, Unavailable
 from specli.events import Event, Failed, Finished, FinishReason, RoundDone
 from specli.prefix import KeptPrefix
@@ -356,15 +353,9 @@ class Scheduler:
         engine = self._session.engine
         free = [slot for slot in self._slots if slot.job is None]
         slot = min(free, key=lambda slot: engine.n_past(slot.index))
-        tokens = [max(0, self._session.model.bos)] * min(n_rows, engine.n_batch, engine.n_ctx)
-        try:
-            slot.kept.drop()
-            rows = engine.evaluate([Slice(slot.index, tokens, 0, len(tokens))], interruptible=is_prompt).rows[0]
-            is_sound = bool(np.isfinite(rows.max(axis=1)).all())  # as for a sampler: -inf is a ban
-            engine.rollback(slot.index, 0)
-        except SpecError:
-            return False
-        return is_sound
+        with suppress(SpecError):
+            return slot.kept.evaluates(self._session.model.bos, n_rows, interruptible=is_prompt)
+        return False
 
     def _state(self, outcome: RoundDone) -> str:
         """What the controller did; without one, whether anything was drafted."""
