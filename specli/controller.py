@@ -69,6 +69,7 @@ class Controller:
         self.k_max, self._n_min = k_max, max(1, n_min)
         self.costs = costs or CostModel()
         self._by_context = {0: self.costs}  # by bucket
+        self.n_calibrating = 0  # passes that were made to measure, at the start
         self.acceptance = Acceptance()
         self.record = Record()
         self.rate = self._plain_rate = 1.0  # tokens per unit, of the whole batch
@@ -335,8 +336,8 @@ class Controller:
         self._earn(ALLOWANCE * units)
         self._copied = min(COPY_CREDIT, self._copied + ALLOWANCE * units)
         if (unit_s := self.costs.unit_s) is not None:
-            taken = seconds / unit_s
-            self.record.book(emitted, len(outcomes) + expected, units, taken, self._plain_rate)
+            is_plain = n_tokens == len(outcomes) and draft_units == 0
+            self.record.book(emitted, len(outcomes) + expected, units, self._plain_rate, seconds, unit_s, is_plain)
 
     def _earn(self, units: float) -> None:
         """What was saved, or lost: up to a credit to work with, then it pays for catching up, then it is put by."""
@@ -396,7 +397,8 @@ class Controller:
         """For ``--stats-json``: decisions, costs in one-token target passes, gain; None where undefined."""
         acceptance = self.acceptance.mean if self.acceptance.is_known else None
         break_even = self.break_even if self.record.has_model else None
-        return {**self.record.as_dict(), **self.costs.as_dict(), "acceptance": acceptance, "break_even": break_even}
+        costs = {**self.costs.as_dict(), "calibration_passes": self.n_calibrating}
+        return {**self.record.as_dict(), **costs, "acceptance": acceptance, "break_even": break_even}
 
     def expectation(self, temperature: float, c: float | None) -> str | None:
         """What to say beforehand where a draft model may well not pay, or None."""
@@ -419,6 +421,7 @@ class Controller:
             "profit": self._usual,
             "account": max(0.0, self._account),
             "debt": self._debt,
+            "copied": self._copied,
         }
 
     def restore(self, kept: Mapping[str, object]) -> bool:
@@ -429,6 +432,7 @@ class Controller:
             self._usual = Profit.restored(kept.get("profit"), self.k_max)
             self._profits = {} if self._usual is None else {1: self._usual}
         self._debt = min(2 * MAX_DEBT, number(kept.get("debt")) or 0.0)
+        self._copied = number(kept.get("copied"), COPY_CREDIT, -COPY_CREDIT) or 0.0
         account = number(kept.get("account"))
         if account is not None:
             is_warm = self._n_drafts > 0 or not self.costs.knows_c

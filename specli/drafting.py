@@ -61,7 +61,7 @@ class Drafting:
         if self.is_measured_anew:
             kept.pop("costs", None)
         controller.restore(kept)
-        self._calibrate(controller.costs)
+        controller.n_calibrating = self._calibrate(controller.costs)
         return AdaptiveDrafter(controller, model, ngram, self.verifier.sampler), controller
 
     def keep(self, controller: Controller) -> None:
@@ -76,8 +76,8 @@ class Drafting:
             self.draft, self.verifier, self.target.n_vocab, self.end_ids, self.n_min, self.p_min, controller, feed_most
         )
 
-    def _calibrate(self, costs: CostModel) -> None:
-        """Measure v(n) at a few widths and the draft's step, on sequence 0, which is empty before and after.
+    def _calibrate(self, costs: CostModel) -> int:
+        """Measure v(n) at a few widths and the draft's step, on sequence 0, which is empty before and after; in passes.
 
         Only what was measured too few times: a time that was disturbed makes a width look dear, and then it would never
         be seen again. Where nothing seems to pay, that is made sure of once more.
@@ -88,12 +88,15 @@ class Drafting:
         widths = [n for n in widths if costs.n_samples(n) < enough]
         doubted = N_DRAFT_STEPS if costs.break_even(self.k_max) is not None else MOST_DOUBTED - 1
         has_draft = self.draft is not None and costs.n_steps <= doubted
-        for n in (1, 1, *widths) if widths or has_draft else ():
+        of_target = (1, 1, *widths) if widths or has_draft else ()
+        for n in of_target:
             costs.observe_pass(n, self._pass_s(self.target, n))
-        for n in DRAFT_WIDTHS if has_draft else ():
-            assert self.draft is not None
+        if self.draft is None or not has_draft:
+            return len(of_target)
+        for n in DRAFT_WIDTHS:
             n_lacking = min(n, self.draft.n_batch, self.draft.n_ctx)
             costs.observe_draft(1, n_lacking, self._pass_s(self.draft, n_lacking))
+        return len(of_target) + len(DRAFT_WIDTHS)
 
     def _pass_s(self, engine: Engine, width: int) -> float:
         if self.cancelled():

@@ -328,9 +328,9 @@ def _middle(values: Iterable[float]) -> float:
     return values[0] if half == 1 else 0.5 * (values[half - 1] + values[half])
 
 
-def number(value: object, highest: float = 1e9) -> float | None:
-    """``value`` as a float if it is a number in [0, ``highest``], or None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= highest
+def number(value: object, highest: float = 1e9, lowest: float = 0.0) -> float | None:
+    """``value`` as a float if it is a number in [``lowest``, ``highest``], or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and lowest <= value <= highest
     return float(value) if is_number else None  # type: ignore[arg-type]
 
 

@@ -66,13 +66,17 @@ class SequenceRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """Propose, verify, roll back, once for every active sequence. ``host_s`` is what neither model's passes took."""
+    """Propose, verify, roll back, once for every active sequence. ``host_s`` is what neither model's passes took.
+
+    ``state``: who drafts in rounds like this, as a controller has it (``record.Record.state``), "" without one.
+    """
 
     sequences: tuple[SequenceRound, ...]
     at_s: float
     draft_s: float
     verify_s: float
     host_s: float
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)

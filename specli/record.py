@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["none", "draft", "ngram"]
 
+N_PLAIN_ENOUGH = 8  # rounds without a draft whose mean time is one to compare with
 N_STRETCH = 8  # rounds in a row without a draft that are worth a word
 N_TOLD = 2  # of the longest stretches
 
@@ -58,7 +59,8 @@ class Record:
     plain: float = 0.0  # tokens of plain decoding in units
     units: float = 0.0  # as v(n), c and the feed have it
     plain_taken: float = 0.0  # tokens of plain decoding in taken
-    taken: float = 0.0  # units of the time that it took
+    taken: float = 0.0  # units of the time that it took, by the median one-token pass
+    of_plain: tuple[int, float, float] = (0, 0.0, 0.0)  # rounds without a draft; units foreseen and taken of these
     stretches: list[Stretch] = field(default_factory=list)
     state: str = ""  # of the last round: draft, n-gram, off, probe
     _n: int = 0  # rounds of the batch
@@ -90,8 +92,21 @@ class Record:
             self._off = Stretch(self._off_since, self._n, why_off())
             self.stretches.append(self._off)
 
-    def book(self, emitted: float, predicted: float, units: float, taken: float, plain_rate: float) -> None:
-        """Add up a round; ``plain_rate``: tokens per unit of plain decoding."""
+    def book(
+        self,
+        emitted: float,
+        predicted: float,
+        units: float,
+        plain_rate: float,
+        seconds: float,
+        unit_s: float,
+        is_plain: bool,
+    ) -> None:
+        """Add up a round; ``plain_rate``: tokens per unit of plain decoding. It took ``seconds``, a unit ``unit_s``."""
+        taken = seconds / unit_s
+        if is_plain:
+            n, foreseen, took = self.of_plain
+            self.of_plain = n + 1, foreseen + units, took + taken
         self.emitted += emitted
         self.predicted += predicted
         self.units += units
@@ -104,7 +119,10 @@ class Record:
         """Tokens per unit over plain decoding, as foreseen and as it came; None before any cost is known."""
         if self.units == 0 or self.taken == 0:
             return None
-        return (self.predicted - self.plain) / self.units, (self.emitted - self.plain_taken) / self.taken
+        n, foreseen, took = self.of_plain  # a mean is above the median: plain decoding is slowed by the same moments
+        slow = took / foreseen if n >= N_PLAIN_ENOUGH else 1.0
+        actual = (self.emitted - self.plain_taken / slow) / (self.taken / slow)
+        return (self.predicted - self.plain) / self.units, actual
 
     def explain(self) -> str:
         """One line: how often, how far, by whom, and the longest stretches without a draft; empty without rounds."""

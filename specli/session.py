@@ -18,18 +18,18 @@ from specli import gguf_file, vocab
 from specli.chain import check_constraint, find_breakers, make_sampler
 from specli.chat import ChatTemplate, Message, RenderBuiltin, check_template, tokenize_parts
 from specli.config import GenerationOptions, ModelOptions, SamplingOptions, Settings, TemplateOptions
+from specli.controller import Controller
 from specli.decode import Decoder
 from specli.drafters.base import Drafter, SequenceState
 from specli.drafting import Drafting
 from specli.errors import ConfigError, EngineError
-from specli.events import Event, Finished, SpeculationState
+from specli.events import Event, Finished, RoundDone, SpeculationState
 from specli.prefix import KeptPrefix
 from specli.profile import Profile, profile_path
 from specli.request import Request
 from specli.verify import Verifier, make_verifier
 
 if TYPE_CHECKING:
-    from specli.controller import Controller
     from specli.engine.grammar import Pieces
     from specli.engine.llama import LlamaEngine, LlamaModel
     from specli.samplers import Breakers
@@ -241,10 +241,9 @@ class Session:
             cancelled=self._hooks.cancelled,
         )
         self.drafter, self.controller = self._drafting.make()
-        if self.controller is not None and engine is not None:
-            costs = self.controller.costs
-            c = costs.c if costs.knows_c else None
-            self._expectation = self.controller.expectation(settings.sampling.temperature, c) or ""
+        controller = self.controller or Controller(k_max)
+        c = controller.costs.c if engine is not None and controller.costs.knows_c else None
+        self._expectation = controller.expectation(settings.sampling.temperature, c) or ""
         return kind, ""
 
     def _drafter_label(self, kind: str, draft: ModelOptions | None) -> str:
@@ -350,10 +349,7 @@ class Session:
         with closing(self._events) as events:  # closing ours closes the loop at once
             try:
                 for event in events:
-                    if isinstance(event, Finished) and speculate and self.controller is not None:
-                        yield replace(event, explanation=self.controller.explain())
-                    else:
-                        yield event
+                    yield self._explained(event) if speculate else event
             except GeneratorExit:  # closed between two events, where everything is in order
                 raise
             except BaseException:
@@ -364,6 +360,14 @@ class Session:
     def seed_of(self, attempt: int) -> int | None:
         """The number that repeats the ``attempt``-th answer to a prompt (0: the first); None where nothing does."""
         return seed_of(self.seed, attempt)
+
+    def _explained(self, event: Event) -> Event:
+        """With what the controller has to say of it."""
+        if self.controller is not None and isinstance(event, RoundDone):
+            return replace(event, state=self.controller.record.state)
+        if self.controller is not None and isinstance(event, Finished):
+            return replace(event, explanation=self.controller.explain())
+        return event
 
     def _end_generation(self) -> None:
         if self._events is not None:

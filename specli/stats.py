@@ -52,6 +52,7 @@ class Stats:
     finish_reason: FinishReason | None = None
     tokens: tuple[int, ...] | None = None
     explanation: str = ""
+    state: str = ""  # of the last round: who drafts, as a controller has it
     logprobs: list[TokenLogprob] | None = None  # one per token, where they were asked for
     proposed: int = 0  # draft tokens that the target judged
     accepted: int = 0  # draft tokens that it accepted
@@ -63,6 +64,7 @@ class Stats:
     def observe(self, event: Event) -> None:
         """Count one event; events of other sequences are passed over."""
         if isinstance(event, RoundDone):
+            self.state = event.state
             for part in event.sequences:
                 if part.sequence == self.sequence:
                     self._rounds.append(Round(part.proposed, part.accepted, part.emitted, event.at_s))
@@ -152,6 +154,11 @@ class Stats:
     def mean_draft_length(self) -> float | None:
         """Proposed tokens / rounds, those that proposed none included."""
         return _ratio(self.proposed, self.rounds)
+
+    @property
+    def mean_k(self) -> float | None:
+        """Proposed tokens / rounds that proposed at least one."""
+        return _ratio(self.proposed, self._reached[0] if self._reached else 0)
 
     @property
     def mean_accepted_length(self) -> float | None:

@@ -591,6 +591,32 @@ def test_a_batch_of_a_size_that_was_never_measured_drafts() -> None:
     assert n_drafted > 80
 
 
+def test_what_copies_lost_is_known_in_the_next_run() -> None:
+    first = Controller(4, costs_of({1: 1.0, 2: 1.9, 3: 2.6, 5: 3.0}))
+    for _ in range(20):
+        first.begin(1)
+        kind, k = first.plan(None, [0.95] * 4, 4)
+        first.observe([Outcome(kind, [0.95] * k, k, 0, 1)], UNIT_S * first.costs.v(1 + k), 0.0, 0, 0)
+        first.foretold([0.95] * 4, 0)
+    second = Controller(4)
+    second.restore(kept_by(first))
+    second.begin(1)
+    assert second.plan(None, [0.95] * 4, 4).kind == "none"
+    for _ in range(2):
+        second.foretold([0.95] * 4, 4)  # the text would have said so twice
+    assert second.plan(None, [0.95] * 4, 4).kind == "ngram"
+
+
+def test_plain_decoding_has_no_gain_however_uneven_its_times() -> None:
+    """One pass in five takes twice as long: the mean is above the median, of plain decoding as well."""
+    controller = Controller(4, costs_of(flat(0.1)))
+    for i in range(50):
+        controller.begin(1)
+        controller.observe([Outcome("none", (), 0, 0, 1)], UNIT_S * (2.0 if i % 5 == 0 else 1.0), 0.0, 0, 0)
+    gain = controller.report()["gain_tokens_per_unit"]
+    assert gain["actual"] == pytest.approx(0, abs=0.01)  # type: ignore[index]
+
+
 def test_no_draft_is_begun_that_would_be_too_short() -> None:
     """The end of an answer, and funds that the shortest draft is beyond: no draft pass is made for nothing."""
     for budget, slope, c, account in ((3, 0.1, 0.1, 8.0), (8, 0.25, 0.35, 2.0)):

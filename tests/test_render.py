@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from dataclasses import replace
 
 import pyte
 import pytest
@@ -654,6 +655,12 @@ def test_status_line_drops_parts_from_the_right():
 
 def test_status_line_leaves_out_what_is_not_defined():
     assert status_line(Stats(), ACTIVE, 80) == "K 3"
+    controlled = replace(ACTIVE, is_fixed=False)
+    assert status_line(Stats(), controlled, 80) == ""
+    stats = Stats()
+    for k, state in ((3, "draft"), (2, "draft"), (0, "off")):
+        stats.observe(RoundDone((SequenceRound(0, k, 1, 2),), 1.0, 0.1, 0.8, 0.1, state))
+        assert f"K {2.5 if k < 3 else 3.0} {state}" in status_line(stats, controlled, 80)
     assert status_line(Stats(), None, 80) == ""
     assert status_line(stats_of([(0, 0)] * 4), OFF, 80, use_symbols=False) == (
         "10 tok/s | speculation off | draft 14% verify 85% host 1% | ctx 15/512"

@@ -137,6 +137,26 @@ def test_a_stream_is_the_answer_in_pieces(client) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_stop_usage_streams_of_completions_and_errors_as_the_openai_client_has_them(client) -> None:
+    asked = {"model": "the-model", "prompt": "1, 2, 3, 4, 5, 6,", "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(**asked)
+    stop = whole.choices[0].text.strip()[3:5]
+    cut = client.completions.create(**asked, stop=[stop])
+    assert cut.choices[0].finish_reason == "stop"
+    assert whole.choices[0].text.startswith(cut.choices[0].text)
+    assert stop not in cut.choices[0].text
+    chunks = [*client.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{**asked, "temperature": -1})
+    assert (caught.value.status_code, caught.value.param) == (400, "temperature")
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        client.completions.create(**asked, best_of=3)
+
+
 def test_models(client, server) -> None:
     assert [model.id for model in client.models.list()] == ["the-model"]
     assert client.models.retrieve("the-model").id == "the-model"

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,6 +55,10 @@ def tune(
     gpu_layers: o.GpuLayers = ModelOptions.n_gpu_layers,
     gpu_layers_draft: o.GpuLayersDraft = ModelOptions.n_gpu_layers,
     flash_attn: o.FlashAttn = ModelOptions.flash_attn,
+    cache_type_k: o.CacheTypeK = ModelOptions.cache_type_k,
+    cache_type_v: o.CacheTypeV = ModelOptions.cache_type_v,
+    cache_type_k_draft: o.CacheTypeKDraft = ModelOptions.cache_type_k,
+    cache_type_v_draft: o.CacheTypeVDraft = ModelOptions.cache_type_v,
     output: o.Output = "table",
     verbose: o.Verbose = False,
     debug: o.Debug = False,
@@ -72,12 +77,20 @@ def tune(
     if n_predict == 0:
         raise ConfigError("-n/--predict got 0, at least 1 token was expected: there would be nothing to measure")
     choice = ModelChoice.of(context)
-    target = ModelOptions(choice.model or Path(), n_threads=threads, n_gpu_layers=gpu_layers, flash_attn=flash_attn)
-    draft = ModelOptions(
-        choice.draft_model or Path(),
+    target = ModelOptions(
+        choice.model or Path(),
         n_threads=threads,
-        n_gpu_layers=gpu_layers_draft,
+        n_gpu_layers=gpu_layers,
         flash_attn=flash_attn,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
+    draft = replace(
+        target,
+        path=choice.draft_model or Path(),
+        n_gpu_layers=gpu_layers_draft,
+        cache_type_k=cache_type_k_draft,
+        cache_type_v=cache_type_v_draft,
     )
     settings = Settings(target, draft, SamplingOptions(temperature), SpeculationOptions(measure_anew=True))
     with ExitStack() as stack:

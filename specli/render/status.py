@@ -44,11 +44,11 @@ def _parts(stats: Stats, state: SpeculationState | None, tau: str) -> list[str]:
     if state is not None and state.active:
         if (efficiency := stats.block_efficiency) is not None:
             parts.append(f"{tau} {efficiency:.1f}")
-        mean_k = stats.mean_draft_length
         if state.is_fixed:
             parts.append(f"K {state.k}")
-        elif mean_k is not None:
-            parts.append(f"K {mean_k:.1f}")
+        elif stats.state:
+            mean_k = "" if stats.mean_k is None else f"K {stats.mean_k:.1f} "
+            parts.append(f"{mean_k}{stats.state}")
     shares = {name: share for name, share in time_shares(stats).items() if share}
     if shares:
         parts.append(" ".join(f"{name} {percent(share)}" for name, share in shares.items()))
