@@ -232,8 +232,11 @@ class Controller:
         return None
 
     def _is_doubtful(self, width: int) -> bool:
-        """Whether v(``width``) rests on so few times that what disturbed them may have passed for its cost."""
-        return self.costs.n_samples(width) < N_TRUSTED
+        """Whether v(``width``) rests on so few times that what disturbed them may have passed for its cost.
+
+        A batch has too many widths to look at each.
+        """
+        return self._n_active == 1 and self.costs.n_samples(width) < N_TRUSTED
 
     def foretold(self, said: Sequence[float], n_right: int) -> None:
         """An n-gram draft of ``said`` chances, proposed or not, was right in its first ``n_right`` tokens."""

@@ -617,6 +617,17 @@ def test_plain_decoding_has_no_gain_however_uneven_its_times() -> None:
     assert gain["actual"] == pytest.approx(0, abs=0.01)  # type: ignore[index]
 
 
+def test_a_batch_makes_no_passes_only_to_look_at_widths() -> None:
+    """Alone a width that was seen once is looked at; eight have too many widths for that."""
+    kinds = {}
+    for n_active in (1, 8):
+        controller = Controller(4, costs_of({1: 1.0, 2: 1.9, 3: 2.4, 5: 3.0, 8: 4.0, 9: 7.0}))
+        controller._round = 1000
+        controller.begin(n_active)
+        kinds[n_active] = controller.plan(None, [0.5] * 4, 4).kind
+    assert kinds == {1: "ngram", 8: "none"}
+
+
 def test_no_draft_is_begun_that_would_be_too_short() -> None:
     """The end of an answer, and funds that the shortest draft is beyond: no draft pass is made for nothing."""
     for budget, slope, c, account in ((3, 0.1, 0.1, 8.0), (8, 0.25, 0.35, 2.0)):
