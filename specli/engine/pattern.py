@@ -36,7 +36,6 @@ _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 _PLAIN = re.compile(r"[A-Za-z0-9 _]")  # others have a meaning to somebody on the way
 _WORD = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", re.DOTALL)  # of a translated pattern
-_COUNTED = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|{REPETITION.pattern}|.", re.DOTALL)
 _ITEM = re.compile(rf"(?P<one>[(|]|\)|\\.|\[(?:\\.|[^\]\\])*\]|.)(?P<times>[?*+]|{REPETITION.pattern})?", re.DOTALL)
 
 
@@ -77,21 +76,15 @@ def as_gbnf(pattern: str, repeat: Callable[[str, int, int | None], str]) -> str:
 
 def optional_parts(pattern: str) -> int:
     """Parts of ``pattern`` that may be left out; those in a group that repeats count as often as it does."""
-    open_groups, last = [0], 0  # parts in each, the innermost last; in the group that has just ended
-    for found in _COUNTED.finditer(pattern):
-        part, ended = found[0], last
-        last = 0
-        if part == "(":
-            open_groups.append(0)
-        elif part == ")" and len(open_groups) > 1:
-            last = open_groups.pop()
-            open_groups[-1] += last
-        elif part in "?*":
-            open_groups[-1] += 1
-        elif repeated := REPETITION.fullmatch(part):
-            low, high = (int(number or 0) for number in repeated.groups())
-            open_groups[-1] += ended * (max(1, low, high) - 1) + (low == 0)
-    return sum(open_groups)
+    groups = [0]  # of each open one
+    for found in _ITEM.finditer(pattern):
+        low, high, is_optional = _times(found)
+        if found["one"] == "(":
+            groups.append(0)
+            continue
+        inside = groups.pop() if found["one"] == ")" and len(groups) > 1 else 0
+        groups[-1] += inside * max(1, low, high) + is_optional
+    return sum(groups)
 
 
 def nested_repeats(pattern: str) -> int:
@@ -165,7 +158,7 @@ def _translated(pattern: str) -> str:
     if len(pattern) < 2 or pattern[0] != "^" or pattern[-1] != "$":
         raise _Refused("which does not begin with ^ and end with $, as a grammar needs it")
     written: list[str] = []
-    depth, has_alternatives, is_repeatable = 0, False, False
+    depth, is_repeatable = 0, False
     for found in _PART.finditer(pattern, 1, len(pattern) - 1):
         text = found[0]
         if found["repeat"]:
@@ -181,13 +174,11 @@ def _translated(pattern: str) -> str:
         depth += (text == "(") - (text == ")")
         if depth < 0:
             break
-        has_alternatives |= text == "|" and depth == 0
         is_repeatable = not found["repeat"] and text not in "(|"
         written.append(text)
     if depth:
         raise _Refused("whose parentheses do not match")
-    # The converter would put its quotes around the first and the last of the alternatives.
-    return f"^({''.join(written)})$" if has_alternatives else f"^{''.join(written)}$"
+    return f"^{''.join(written)}$"
 
 
 def _one(found: re.Match[str]) -> str:
