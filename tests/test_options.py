@@ -763,6 +763,26 @@ except ConfigError as error:
     assert re.search(r"got CPUs 400, expected some of \d+, which this process may use", second)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "1000"),  # two processes on all CPUs: 35 ms a token each; with libgomp's own 300000, 700
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "passive"}, "0"),
+    ],
+)
+def test_threads_spin_briefly_unless_the_user_says_otherwise(given, found):
+    import llama_cpp
+
+    if not any(b"libgomp" in file.read_bytes() for file in Path(llama_cpp.__file__).parent.glob("lib/*ggml-cpu*")):
+        pytest.skip("llama.cpp was built without GNU OpenMP")
+    plain = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment = {**plain, "PYTHONPATH": str(README.parent), "OMP_DISPLAY_ENV": "verbose", **given}
+    script = [sys.executable, "-c", "import specli.engine.llama"]
+    done = subprocess.run(script, env=environment, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=True)
+    assert f"GOMP_SPINCOUNT = '{found}'" in done.stderr
+
+
 def test_a_priority_that_may_not_be_set_is_told(monkeypatch):
     from specli.config import ProcessOptions
     from specli.engine import process
