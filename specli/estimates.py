@@ -212,7 +212,11 @@ class CostModel:
 
 
 class Acceptance:
-    """The chance that a draft model's token is accepted, given the ones before it: by its confidence, and lately."""
+    """The chance that a draft model's token is accepted, given the ones before it: by its confidence, and lately.
+
+    Its position is in the confidence already: a learned offset for each left the log loss of 2,056 greedy tokens at
+    0.48 and that of 2,100 tokens at temperature 0.8 at 0.56 (0.63 and 0.67 without confidence).
+    """
 
     def __init__(self) -> None:
         self.mean = PRIOR_ACCEPTANCE

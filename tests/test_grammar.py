@@ -144,6 +144,7 @@ def test_a_dead_end_is_named(model: LlamaModel, pieces: Pieces) -> None:
         ('root ::= "ä"\n\n  x ::= %', "in line 3, column 9"),
         ('root ::= "a\0b"', "NUL"),
         ('root ::= "a"{5,2}', "{5,2}, whose maximum is below its minimum"),
+        ('root ::= "a"{0,2001}', "{0,2001}, which llama.cpp takes for any number; at most 2000 was expected, or {0,}"),
         ('root ::= "a"{1,99999999999999999999}', "numbers of at most 5 digits"),
         ("root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(20_000)), "rules, at most 10000"),
         ("root ::= " + "(" * 20_000 + "[a-z]" + ")" * 20_000, "nests 20000 parentheses, at most 1000"),

@@ -308,6 +308,19 @@ def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, 
     assert 0 < told["accepted"] <= told["proposed"]
 
 
+def test_a_seed_repeats_its_text_in_five_runs_under_the_controller(specli: CommandLine, q4_0_path):
+    """Each measures, or goes by what the ones before measured, so they do not draft alike."""
+    runs = []
+    for _ in range(5):
+        run = specli("run", "-s", "7", "-fa", "on", "-n", "60", "-p", PROMPTS[1][0], "--stats-json", "-")
+        assert (run.code, run.err) == (0, "")
+        runs.append(json.loads(run.out))
+    assert {run["verify"] for run in runs} == {"coupled"}
+    assert any(run["proposed"] > 0 for run in runs)
+    assert len({tuple(run["tokens"]) for run in runs}) == 1
+    assert runs[0]["controller"]["calibration_passes"] > 0 == runs[4]["controller"]["calibration_passes"]
+
+
 CHAINS: dict[str, dict[str, object]] = {
     "penalties": {"repeat_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
     "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
