@@ -21,7 +21,8 @@ from tests.serving import Answer, Recorder, answer, serving
 
 AT_A_TIME = (1, 2, 4, 8)
 WORKLOADS = ("chat", "rewrite", "extract", "story")
-N_ANSWERS = 10
+N_TIMES = 3  # answers per place, and some more, since the last ones do not fill all places
+N_MORE = 8
 LONG_PROMPT = 1500  # tokens
 HEAD = "| answers at a time | plain | speculative | speculative ÷ plain | acceptance |\n|---|---|---|---|---|"
 
@@ -38,13 +39,13 @@ def prompts(session: Session) -> list[list[int]]:
 
 
 def closed_loop(session: Session, n: int, n_predict: int, *, speculate: bool) -> tuple[float, float | None]:
-    """The same ``N_ANSWERS``, ``n`` at a time: tokens per second of the rounds that hold ``n``, and acceptance.
+    """The same answers, ``n`` at a time: tokens per second of the rounds that hold ``n``, and acceptance.
 
     Only those: how few are left at the end of such a run depends on which answers end together.
     """
     places, done, recorder = threading.Semaphore(n), list[Answer](), Recorder(session)
     with serving(session, speculate=speculate, recorder=recorder) as scheduler:
-        for prompt in prompts(session)[:N_ANSWERS]:
+        for prompt in prompts(session)[: N_TIMES * n + N_MORE]:
             places.acquire()
             one = answer(session, prompt, n_predict)
             one.then = places.release
