@@ -352,7 +352,7 @@ class GenerationOptions:
     n_logprobs: int | None = None  # --logprobs: of each token, and of so many alternatives
 
     def __post_init__(self) -> None:
-        _require("-n/--predict", self.n_predict, -2 <= self.n_predict < 2**31, "0 or more tokens, or -1 for no limit")
+        _require("-n/--predict", self.n_predict, -2 <= self.n_predict < 2**31, "0 or more, or -1 or -2 for no limit")
         n_logprobs = self.n_logprobs
         _require("--logprobs", n_logprobs, n_logprobs is None or 0 <= n_logprobs <= 100, "0 to 100 alternatives")
         if any(not stop for stop in self.stops):

@@ -137,7 +137,8 @@ class Record:
         longest = sorted(self.stretches, key=lambda stretch: stretch.first - stretch.last)[:N_TOLD]
         for stretch in sorted(longest, key=lambda stretch: stretch.first):
             text += f"; off for rounds {stretch.first}–{stretch.last}: {stretch.reason}"
-        return text
+        n_shorter = len(self.stretches) - len(longest)
+        return text if n_shorter == 0 else f"{text}; {n_shorter} shorter stretch{'es' if n_shorter > 1 else ''}"
 
     def as_dict(self) -> dict[str, object]:
         """JSON types only; undefined figures are None."""

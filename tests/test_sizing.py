@@ -346,6 +346,7 @@ def test_show_config_tells_what_a_pair_stands_for(specli) -> None:
     rows = shown(specli("run", "--show-config", "-md", "mine.gguf"))
     value, origin = rows["-m/--model"]
     assert "SmolLM2" in value
+    assert "(a Q4_0 copy of it)" in value
     assert origin.endswith("models.toml (pair smollm2-135m)")
     assert rows["-md/--model-draft"] == ('"mine.gguf"', "flag")
     assert rows["--spec-draft-n-max"] == ("auto (up to 16)", "default")
