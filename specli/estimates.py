@@ -214,8 +214,8 @@ class CostModel:
 class Acceptance:
     """The chance that a draft model's token is accepted, given the ones before it: by its confidence, and lately.
 
-    Its position is in the confidence already: a learned offset for each left the log loss of 2,056 greedy tokens at
-    0.48 and that of 2,100 tokens at temperature 0.8 at 0.56 (0.63 and 0.67 without confidence).
+    Its position is in the confidence already: a learned offset for each took the log loss of 2,056 greedy tokens from
+    0.478 to 0.481, and of 2,100 tokens at temperature 0.8 from 0.5615 to 0.5614 (without confidence 0.63 and 0.67).
     """
 
     def __init__(self) -> None:

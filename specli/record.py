@@ -125,7 +125,7 @@ class Record:
         return (self.predicted - self.plain) / self.units, actual
 
     def explain(self) -> str:
-        """One line: how often, how far, by whom, and the longest stretches without a draft; empty without rounds."""
+        """One line: how often, how far, by whom, the longest stretches without a draft; empty without rounds."""
         if self.rounds == 0:
             return ""
         share = {kind: f"{n / self.rounds:.0%}" for kind, n in self.by_kind.items()}
@@ -137,8 +137,9 @@ class Record:
         longest = sorted(self.stretches, key=lambda stretch: stretch.first - stretch.last)[:N_TOLD]
         for stretch in sorted(longest, key=lambda stretch: stretch.first):
             text += f"; off for rounds {stretch.first}–{stretch.last}: {stretch.reason}"
-        n_shorter = len(self.stretches) - len(longest)
-        return text if n_shorter == 0 else f"{text}; {n_shorter} shorter stretch{'es' if n_shorter > 1 else ''}"
+        if n_more := len(self.stretches) - len(longest):
+            text += f"; off in {n_more} more stretch{'es' if n_more > 1 else ''}"
+        return text
 
     def as_dict(self) -> dict[str, object]:
         """JSON types only; undefined figures are None."""

@@ -42,6 +42,7 @@ from specli.config import (
 from specli.drafters.base import EMPTY, SequenceState
 from specli.drafters.ngram import NgramDrafter
 from specli.events import RoundDone, Text
+from specli.record import Kind
 from specli.render.bench import TITLES, label
 from specli.sampling import Sampler
 from specli.session import Session
@@ -309,19 +310,19 @@ def regimes(target: Path, draft: Path, n_predict: int) -> Iterator[str]:
         history: list[Message] = []
         for name, text in REGIMES:
             history.append(Message("user", text.format(items=_ITEMS)))
-            stats, parts, marks, kinds = Stats(), list[str](), list[int](), list[str]()
+            stats, parts, marks, by_kind = Stats(), list[str](), list[int](), dict[Kind, int]()
             for event in session.generate(session.chat_ids(history), GenerationOptions(n_predict), reuse=True):
                 stats.observe(event)
                 if isinstance(event, RoundDone) and session.controller is not None:
                     marks.append(event.sequences[0].proposed)
-                    kinds.append(session.controller.record.state)
+                    by_kind = session.controller.record.by_kind
                 elif isinstance(event, Text):
                     parts.append(event.text)
             history.append(Message("assistant", "".join(parts)))
-            shares = {kind: kinds.count(kind) / len(kinds) for kind in ("draft", "n-gram")}
             drafted = [k for k in marks if k]
             yield (
-                f"| {name} | {len(marks)} | {shares['draft']:.0%} | {shares['n-gram']:.0%} | "
+                f"| {name} | {len(marks)} | "
+                f"{by_kind['draft'] / len(marks):.0%} | {by_kind['ngram'] / len(marks):.0%} | "
                 f"{statistics.mean(drafted) if drafted else 0:.1f} | {stats.block_efficiency or 1:.2f} | "
                 f"`{''.join(_BARS[min(k, 8)] for k in marks)}` |"
             )

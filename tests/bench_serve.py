@@ -39,7 +39,7 @@ def prompts(session: Session) -> list[list[int]]:
 
 
 def closed_loop(session: Session, n: int, n_predict: int, *, speculate: bool) -> tuple[float, float | None]:
-    """The same answers, ``n`` at a time: tokens per second of the rounds that hold ``n``, and acceptance.
+    """Answers ``n`` at a time, the more the larger ``n``: tokens per second of rounds that hold ``n``, and acceptance.
 
     Only those: how few are left at the end of such a run depends on which answers end together.
     """

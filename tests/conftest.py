@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# llama.cpp's threads wait by spinning, which slows two busy processes on two cores tenfold: let them sleep instead.
+# Tests run beside the processes that they start: threads that wait sleep at once, which is quicker then than specli's
+# own short spinning (``specli/engine/__init__.py``).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when llama.cpp is loaded, so before any other import
 
 import importlib.util

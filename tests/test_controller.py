@@ -841,7 +841,7 @@ def test_short_stretches_are_not_told_and_of_the_others_the_longest_two_in_order
     assert [part.split(":")[0] for part in record.explain().split("; ")[1:]] == [
         "off for rounds 2–21",
         "off for rounds 41–70",
-        "2 shorter stretches",
+        "off in 2 more stretches",
     ]
 
 

@@ -308,17 +308,20 @@ def test_the_command_line_prints_the_same_bytes(specli: CommandLine, q4_0_path, 
     assert 0 < told["accepted"] <= told["proposed"]
 
 
-def test_a_seed_repeats_its_text_in_five_runs_under_the_controller(specli: CommandLine, q4_0_path):
-    """Each measures, or goes by what the ones before measured, so they do not draft alike."""
+def test_a_seed_repeats_its_text_in_five_runs_under_the_controller(
+    specli: CommandLine, q4_0_path, draft_path, tmp_path
+):
+    """The first two measure, the others go by what was kept; beside one that drafts whether it pays or not."""
+    command = ("run", "-m", q4_0_path, "-md", draft_path, "-s", "7", "-fa", "on", "-n", "60", "-p", PROMPTS[1][0])
     runs = []
-    for _ in range(5):
-        run = specli("run", "-s", "7", "-fa", "on", "-n", "60", "-p", PROMPTS[1][0], "--stats-json", "-")
+    for more in ((), (), (), (), (), ("--draft-fixed",)):
+        run = specli(*command, "--stats-json", "-", *more, env={"XDG_CACHE_HOME": str(tmp_path)})
         assert (run.code, run.err) == (0, "")
         runs.append(json.loads(run.out))
     assert {run["verify"] for run in runs} == {"coupled"}
-    assert any(run["proposed"] > 0 for run in runs)
-    assert len({tuple(run["tokens"]) for run in runs}) == 1
     assert runs[0]["controller"]["calibration_passes"] > 0 == runs[4]["controller"]["calibration_passes"]
+    assert runs[5]["proposed"] > 0
+    assert len({tuple(run["tokens"]) for run in runs}) == 1
 
 
 CHAINS: dict[str, dict[str, object]] = {

@@ -772,8 +772,6 @@ except ConfigError as error:
     ],
 )
 def test_threads_spin_briefly_unless_the_user_says_otherwise(given, found):
-    import llama_cpp
-
     if not any(b"libgomp" in file.read_bytes() for file in Path(llama_cpp.__file__).parent.glob("lib/*ggml-cpu*")):
         pytest.skip("llama.cpp was built without GNU OpenMP")
     plain = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

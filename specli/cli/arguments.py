@@ -70,7 +70,7 @@ _LACKING_NAMES = """
 """
 _ONE_SET_OF_CPUS = "target and draft run on the same CPUs: use -C or -Cr"
 _ONE_PRIORITY = "target and draft have the same priority: use --prio"
-_POLLING = "how threads wait is up to OpenMP: set OMP_WAIT_POLICY to active or passive, or GOMP_SPINCOUNT"
+_POLLING = "threads spin briefly before they sleep: set OMP_WAIT_POLICY or GOMP_SPINCOUNT for something else"
 _THINKING = "use --chat-template-kwargs with the variable of the model's template, as in '{\"enable_thinking\": false}'"
 _REASONS = {
     **dict.fromkeys(("--jinja", "--no-jinja"), "templates are jinja, but for the built-in ones of --chat-template"),

@@ -66,14 +66,14 @@ def _from_pair(choice: ModelChoice) -> dict[str, tuple[str, str]]:
         return {}
     pair = registry.find_pair(choice.pair or registry.DEFAULT_PAIR)
     origin = f"{pair.origin} (pair {pair.name})"
-    values = {"model": _file(pair.target)}
+    values = {"model": _shown(pair.target)}
     if choice.draft_model is None and choice.hf_repo_draft is None:
-        values["draft_model"] = _file(pair.draft)
+        values["draft_model"] = _shown(pair.draft)
     return {name: (value, origin) for name, value in values.items()}
 
 
-def _file(model: registry.Model) -> str:
-    return f"{model.source}" + (f" (a {model.quantize} copy of it)" if model.quantize else "")
+def _shown(model: registry.Model) -> str:
+    return str(model.source) + (f" (a {model.quantize} copy of it)" if model.quantize else "")
 
 
 def _words(settings: Settings) -> dict[str, str]:

@@ -46,9 +46,8 @@ class AdaptiveDrafter:
     to what ``sampler`` lets come next. The model's draft grows under the controller's eyes (it becomes the model's
     ``pacer``), which decides before each draw.
 
-    One of them proposes, they are not chained: of the copies that begin behind a model's draft 24% of the tokens were
-    right that the chances promised (38 of 158, in 1,220 greedy rounds of 24 answers; 25% at temperature 0.8), which
-    brings no more than it costs.
+    One of them proposes, they are not chained: of 158 tokens that copies behind the model's drafts looked good for, in
+    1,220 greedy rounds of 24 answers, 38 came; of 128 at temperature 0.8 it was 32. That is no more than they cost.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ CLASS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')  # literals of GBN
 _COMMENT = re.compile(CLASS.pattern + r"|#[^\n]*")
 _MAX_NESTING = 1000  # of parentheses: llama.cpp's parser calls itself for each, and 20,000 end the process
 _MAX_RULES, _MAX_DIGITS = 10_000, 5  # the same: a chain of 100,000 rules ends it
-_MAX_REPEATS = 2000  # llama.cpp's MAX_REPETITION_THRESHOLD, beyond which a maximum is none
+_MAX_REPEATS = 2000  # llama.cpp's MAX_REPETITION_THRESHOLD
 REPETITION = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")  # no two runs of spaces meet: that takes long
 _STDERR = threading.Lock()
 _AT = re.compile(r" at (.*)$", re.DOTALL)
@@ -181,10 +181,10 @@ def _check_size(text: str) -> None:
             )
         if high and int(high) < int(low or 0):
             raise ConfigError(f"the grammar has {{{low},{high}}}, whose maximum is below its minimum; turn them round")
-        if high and int(low or 0) <= _MAX_REPEATS < int(high):
+        if max(int(low or 0), int(high or 0)) > _MAX_REPEATS:
             raise ConfigError(
-                f"the grammar has {{{low},{high}}}, which llama.cpp takes for any number; at most {_MAX_REPEATS} was "
-                f"expected, or {{{low or 0},}} for any"
+                f"the grammar repeats something {high or low} times, at most {_MAX_REPEATS} were expected: llama.cpp "
+                "refuses a higher minimum, and takes a higher maximum for none; write {0,} for any number"
             )
 
 
