@@ -42,7 +42,6 @@ from specli.config import (
 from specli.drafters.base import EMPTY, SequenceState
 from specli.drafters.ngram import NgramDrafter
 from specli.events import RoundDone, Text
-from specli.record import Kind
 from specli.render.bench import TITLES, label
 from specli.sampling import Sampler
 from specli.session import Session
@@ -310,15 +309,16 @@ def regimes(target: Path, draft: Path, n_predict: int) -> Iterator[str]:
         history: list[Message] = []
         for name, text in REGIMES:
             history.append(Message("user", text.format(items=_ITEMS)))
-            stats, parts, marks, by_kind = Stats(), list[str](), list[int](), dict[Kind, int]()
+            stats, parts, marks = Stats(), list[str](), list[int]()
             for event in session.generate(session.chat_ids(history), GenerationOptions(n_predict), reuse=True):
                 stats.observe(event)
-                if isinstance(event, RoundDone) and session.controller is not None:
+                if isinstance(event, RoundDone):
                     marks.append(event.sequences[0].proposed)
-                    by_kind = session.controller.record.by_kind
                 elif isinstance(event, Text):
                     parts.append(event.text)
             history.append(Message("assistant", "".join(parts)))
+            assert session.controller is not None
+            by_kind = session.controller.record.by_kind
             drafted = [k for k in marks if k]
             yield (
                 f"| {name} | {len(marks)} | "

@@ -179,9 +179,10 @@ def _check_size(text: str) -> None:
             raise ConfigError(
                 f"the grammar repeats something {low or high} times; numbers of at most 5 digits were expected"
             )
-        if high and int(high) < int(low or 0):
+        least, most = int(low or 0), int(high or low or 0)
+        if most < least:
             raise ConfigError(f"the grammar has {{{low},{high}}}, whose maximum is below its minimum; turn them round")
-        if max(int(low or 0), int(high or 0)) > _MAX_REPEATS:
+        if most > _MAX_REPEATS:
             raise ConfigError(
                 f"the grammar repeats something {high or low} times, at most {_MAX_REPEATS} were expected: llama.cpp "
                 "refuses a higher minimum, and takes a higher maximum for none; write {0,} for any number"
