@@ -45,6 +45,7 @@ DEBT_CREDIT = 0.25  # of it, which drafts may lose before a text that was fed fo
 COLD_SHARE = 0.05  # units of catching up per token of the answer so far, while nothing is known of drafts
 PROBE_SHARE = 0.02  # units that a probe may lose per round since the last one
 OVERDUE, OVERDUE_SHARE = 128, 0.75  # an answer of so many tokens, of which the draft lacks so many, is looked at anyhow
+NEGLIGIBLE = 0.03  # chance that a token is reached: what is behind does not matter
 N_COLD = 4  # drafts of a cold start that need not wait for each other
 CONTEXT_FIRST, MAX_BUCKET = 2048, 9  # tokens from which on costs are others, and again at every fourfold
 HORIZON = 24  # rounds that one catch-up of the draft's cache is expected to serve, at least
@@ -91,6 +92,8 @@ class Controller:
         self._fed, self._is_feeding = 0.0, False  # units that rounds in a row fed, the last of them; whether it did
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
         self._funds = CREDIT  # units that the model's drafts of this round may cost, catching up apart
+        self._worth: float | None = None  # of a draft by the model in this round, tokens, catching up apart
+        self._least: dict[int, float] = {}  # chance of a first token that copies need, by the batch before them
 
     def begin(self, n_active: int, n_context: int = 0) -> None:
         """A round begins: every sequence has its own token in the batch. ``n_context``: tokens of a mean one so far."""
@@ -101,7 +104,8 @@ class Controller:
         self.costs = self._by_context[bucket]
         self._n_active = self._width = n_active
         self._undrawn, self._next, self._probing, self._n_passes = 0, 0, None, 0
-        self._catch_up = self._granted = 0.0
+        self._catch_up, self._granted, self._worth = 0.0, 0.0, None
+        self._least.clear()
         plain_units = self.costs.v(n_active)
         self._plain_rate, self._funds = n_active / plain_units, max(CREDIT * plain_units, self._account)
         self.rate = self._plain_rate * max(1.0, self._brought / self._spent if self._spent > 0 else 0.0)
@@ -132,16 +136,21 @@ class Controller:
         if ngram and budget > 0:
             values["ngram"] = self._best_copy(ngram[:budget], self._width + self._next, COPY_CREDIT + self._copied)
         if n_lacking is not None and budget >= self._n_min:
-            catch_up, foreseen = self.costs.catch_up(n_lacking), self._foreseen()
+            catch_up = self.costs.catch_up(n_lacking)
             price = self._n_active * catch_up + (self._debt if self._n_drafts >= N_SURE else 0.0)
             if n_emitted >= OVERDUE and n_lacking >= OVERDUE_SHARE * n_emitted and not self._is_known_loss:
                 price = self._n_active * self.costs.catch_up(n_lacking - n_emitted)
             self._catch_up += catch_up
             if self._account + (0.0 if self._is_known_loss else DEBT_CREDIT * self._debt) > 0:
-                worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
-                values["draft"] = worth - self.rate * catch_up / horizon, budget
+                if self._worth is None:  # the same for all sequences
+                    foreseen = self._foreseen()
+                    self._worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
+                values["draft"] = self._worth - self.rate * catch_up / horizon, budget
                 may_feed = self._may_feed(catch_up, n_emitted)
-        kind = max((kind for kind in values if may_feed or kind != "draft"), key=lambda kind: values[kind][0])
+        kind: Kind = "none"
+        for other, (value, _k) in values.items():
+            if value > values[kind][0] and (may_feed or other != "draft"):
+                kind = other
         kind = self._probe(values, kind, may_feed, price) or kind
         if kind == "draft":
             self._next += 1
@@ -186,22 +195,37 @@ class Controller:
         """The best of an n-gram draft: its chances as they come out where the best-looking length is the one taken."""
         return self._best([COPY_TRUST * chance for chance in chances], 0.0, width, funds)
 
+    def least_copied(self) -> float:
+        """The chance of a copy's first token at or below which no length pays in this batch, however sure the others.
+
+        Alone, a copy that seems not to pay may be wanted for a look at its width.
+        """
+        if self._n_active == 1:
+            return 0.0
+        width = self._width + self._next
+        if width not in self._least:
+            v, least = self.costs.curve(width + self.k_max), math.inf
+            for k in range(1, self.k_max + 1):
+                least = min(least, (v[width + k] - v[width]) / k)
+            self._least[width] = self.rate * least / COPY_TRUST
+        return self._least[width]
+
     def _best(self, chances: Sequence[float], step: float, width: int, funds: float = math.inf) -> tuple[float, int]:
         """The best value over all lengths, relative to proposing nothing, and its length (>= 1).
 
         Lengths that cost more units than ``funds`` are left out.
         """
         best, best_k, tokens, survival = -math.inf, 1, 0.0, 1.0
-        v, rate, n_min = self.costs.v, self.rate, self._n_min
-        base = v(width)
+        v, rate, n_min = self.costs.curve(width + len(chances)), self.rate, self._n_min
+        base = v[width]
         for k, chance in enumerate(chances, start=1):
             survival *= chance
             tokens += survival
-            units = k * step + v(width + k) - base
+            units = k * step + v[width + k] - base
             value = tokens - rate * units
             if value > best and units <= funds and k >= n_min:
                 best, best_k = value, k
-            if survival < 0.03 and k >= n_min:  # who gets so far does not matter
+            if survival < NEGLIGIBLE and k >= n_min:
                 break
         return best, best_k
 
@@ -284,22 +308,21 @@ class Controller:
 
     def _goes_on(self, confidences: Sequence[float], chance: float, is_paid: bool) -> bool:
         """Some longer draft has more expected extra tokens than R times its extra units, and the funds for it."""
-        survival = math.prod(map(self.acceptance.at, confidences))
+        survival = chance * math.prod(map(self.acceptance.at, confidences))
         tokens, ahead = 0.0, 0.5 * (self.acceptance.mean + chance)
         width, step = self._width + self._undrawn + self._next, self.costs.c / self._growing
-        v = self.costs.v
-        base, rate = v(width), self.rate
-        left = self._funds - self._n_passes * self.costs.c - v(self._width) + v(self._planned)
-        n_before, n_min = len(confidences), self._n_min
+        n_before, n_min, rate = len(confidences), self._n_min, self.rate
+        v = self.costs.curve(width + self.k_max)
+        base, left = v[width], self._funds - self._n_passes * self.costs.c - v[self._width] + v[self._planned]
         if 0 < n_before < n_min:  # so short it is worth nothing: what was drawn counts as well
-            tokens, base = survivors([*map(self.acceptance.at, confidences)]), v(width - n_before)
-            left += v(width) - base
+            tokens, base = survivors([*map(self.acceptance.at, confidences)]), v[width - n_before]
+            left += v[width] - base
         for extra in range(1, self.k_max - n_before + 1):
-            survival *= chance if extra == 1 else ahead
             tokens += survival
-            units = (extra - is_paid) * step + v(width + extra) - base
+            units = (extra - is_paid) * step + v[width + extra] - base
             if tokens > rate * units and units <= left and n_before + extra >= n_min:
                 return True
+            survival *= ahead
         return False
 
     def observe(self, outcomes: Sequence[Outcome], pass_s: float, draft_s: float, n_steps: int, n_lacking: int) -> None:
@@ -307,7 +330,19 @@ class Controller:
 
         The draft model made ``n_steps`` passes; the first, or others before it, fed ``n_lacking`` tokens.
         """
-        n_tokens = sum(1 + len(outcome.chances) for outcome in outcomes)
+        n_tokens, n_emitted, expected, drafts, of_drafts = len(outcomes), 0, 0.0, list[Outcome](), 0.0
+        for outcome in outcomes:
+            n_tokens += len(outcome.chances)
+            n_emitted += outcome.n_emitted
+            if outcome.kind == "none":
+                continue
+            tokens = self._expected(outcome)
+            expected += tokens
+            if outcome.kind == "ngram":
+                self._last["ngram"] = self._round
+            else:
+                of_drafts += tokens
+                drafts.append(outcome)
         self.costs.observe_pass(n_tokens, pass_s)
         self.costs.observe_draft(n_steps, n_lacking, draft_s)
         fed = self.costs.catch_up(n_lacking)
@@ -315,32 +350,25 @@ class Controller:
         self._is_feeding = fed > 0 and n_steps == 0
         self._fed = self._fed + fed if self._is_feeding else 0.0
         self.record.note(outcomes, self._probing is not None, self._why_off)
-        expected = [self._expected(outcome) for outcome in outcomes]
-        self._book(outcomes, sum(expected), n_tokens, self.costs.draft_cost(n_steps, n_lacking), pass_s + draft_s)
+        draft_units = self.costs.draft_cost(n_steps, n_lacking)
+        self._book(n_emitted, expected, n_tokens, draft_units, pass_s + draft_s)
         if n_tokens == self._n_active:
             self._last["none"] = self._round
-        if any(outcome.kind == "ngram" for outcome in outcomes):
-            self._last["ngram"] = self._round
-        by_model = [outcome for outcome in outcomes if outcome.kind == "draft"]
-        if by_model and n_steps > 0:
+        if drafts and n_steps > 0:
             self._last["draft"], self._wanted = self._round, 0.0
-            theirs = sum(tokens for outcome, tokens in zip(outcomes, expected, strict=True) if outcome.kind == "draft")
-            self._learn(by_model, theirs, n_tokens, n_steps)
+            self._learn(drafts, of_drafts, n_tokens, n_steps)
         self._probing = None
 
-    def _book(
-        self, outcomes: Sequence[Outcome], expected: float, n_tokens: int, draft_units: float, seconds: float
-    ) -> None:
+    def _book(self, n_emitted: int, expected: float, n_tokens: int, draft_units: float, seconds: float) -> None:
         """Count the round, at estimated costs: one slow pass is no news of the text. ``expected``: tokens to stand."""
         units = self.costs.v(n_tokens) + draft_units
-        emitted = sum(outcome.n_emitted for outcome in outcomes)
-        self._brought = RATE_MEMORY * self._brought + emitted / self._plain_rate
+        self._brought = RATE_MEMORY * self._brought + n_emitted / self._plain_rate
         self._spent = RATE_MEMORY * self._spent + units
         self._earn(ALLOWANCE * units)
         self._copied = min(COPY_CREDIT, self._copied + ALLOWANCE * units)
         if (unit_s := self.costs.unit_s) is not None:
-            is_plain = n_tokens == len(outcomes) and draft_units == 0
-            self.record.book(emitted, len(outcomes) + expected, units, self._plain_rate, seconds, unit_s, is_plain)
+            is_plain, foreseen = n_tokens == self._n_active and draft_units == 0, self._n_active + expected
+            self.record.book(n_emitted, foreseen, units, self._plain_rate, seconds, unit_s, is_plain)
 
     def _earn(self, units: float) -> None:
         """What was saved, or lost: up to a credit to work with, then it pays for catching up, then it is put by."""
@@ -351,11 +379,15 @@ class Controller:
 
     def _learn(self, drafts: Sequence[Outcome], expected: float, n_tokens: int, n_steps: int) -> None:
         """What this round's model drafts brought and cost, and how their tokens were judged."""
-        n, k = len(drafts), sum(len(draft.chances) for draft in drafts)
-        units = (n_steps * self.costs.c + self.costs.v(n_tokens) - self.costs.v(n_tokens - k)) / n
-        saved = sum(draft.n_emitted - 1 for draft in drafts) / self._plain_rate - n * units
-        self._earn(saved)
-        added = 0.5 * (sum(draft.n_accepted for draft in drafts) + expected) / n  # half is less noisy
+        n, k, n_more, n_accepted = len(drafts), 0, 0, 0
+        for draft in drafts:
+            k += len(draft.chances)
+            n_more += draft.n_emitted - 1
+            n_accepted += draft.n_accepted
+        v = self.costs.curve(n_tokens)
+        units = (n_steps * self.costs.c + v[n_tokens] - v[n_tokens - k]) / n
+        self._earn(n_more / self._plain_rate - n * units)
+        added = 0.5 * (n_accepted + expected) / n  # half is less noisy
         news, weight = Profit(added, units), self._n_drafts + PRIOR_DRAFTS
         profit = (self._profit or self._foreseen()).moved(news, min(PROFIT_MEMORY, weight / (weight + 1)))
         self._profits[self._n_active.bit_length()] = profit

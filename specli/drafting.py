@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specli.controller import Controller
+from specli.controller import NEGLIGIBLE, Controller
 from specli.drafters.adaptive import AdaptiveDrafter
 from specli.drafters.base import Drafter
 from specli.drafters.model import ModelDrafter
@@ -53,8 +53,10 @@ class Drafting:
         ngram = None
         sampler = self.verifier.sampler if self.is_fixed else None  # a controller uses a part of it only
         if self.uses_ngram:
-            floor = FIXED_HIT_RATE if self.is_fixed else CONTROLLED_HIT_RATE
-            ngram = NgramDrafter(self.end_ids, self.n_min, self.p_min, min_hit_rate=floor, sampler=sampler)
+            floor, reach = (FIXED_HIT_RATE, 0.0) if self.is_fixed else (CONTROLLED_HIT_RATE, NEGLIGIBLE)
+            ngram = NgramDrafter(
+                self.end_ids, self.n_min, self.p_min, min_hit_rate=floor, min_reach=reach, sampler=sampler
+            )
         if controller is None or (model is None and ngram is None):
             return model or ngram, None
         kept = self.profile.load() if self.profile is not None else {}

@@ -40,31 +40,31 @@ class CostModel:
         self.c = DEFAULT_C  # units of a draft step
         self.knows_c = False  # whether that is measured, here or in an earlier run
         self.feed: float | None = None  # units per token fed beyond the second; None: not measured
-        self._level: deque[tuple[int, float]] = deque(maxlen=N_SAMPLES)  # width, seconds / relative cost
-        self._level_s = 0.0  # the median of these
-        self._samples: dict[int, deque[float]] = {1: _kept(1.0)}
+        self._level = _Recent()  # seconds / relative cost,
+        self._level_widths: deque[int] = deque(maxlen=N_SAMPLES)  # of passes over so many tokens
+        self._samples = {1: _kept(1.0)}
         self._n_seen = {1: N_TRUSTED}  # times per width, those of earlier runs included
         self.n_steps = 0  # the same for c
         self._relative: dict[int, float] = {1: 1.0}
         self._widths = [1]  # of these, ascending
-        self._v: dict[int, float] = {}  # v(n) as asked for since the last change
-        self._steps: deque[float] = deque(maxlen=N_SAMPLES)
-        self._feeds: deque[float] = deque(maxlen=N_SAMPLES)
+        self._v = [0.0]  # v(n) by n, as far as it was asked for and stands
+        self._steps, self._feeds = _Recent(), _Recent()
 
     @property
     def unit_s(self) -> float | None:
         """Seconds of a one-token target pass, now; None before any pass."""
-        return self._unit_s() if self._level else None
+        return self._unit_s() if self.is_measured else None
 
     @property
     def is_measured(self) -> bool:
         """Whether there was any pass in this run."""
-        return bool(self._level)
+        return len(self._level) > 0
 
     def elsewhere(self) -> CostModel:
         """The same ratios to begin with, at another level; new times soon outvote them."""
         other = copy.deepcopy(self)
-        other._level.clear()
+        other._level = _Recent()
+        other._level_widths.clear()
         for width, samples in self._samples.items():
             n = N_SAMPLES if width == 1 else len(samples)  # the unit is what others are compared with
             other._samples[width] = _kept(self._relative[width], n)
@@ -72,7 +72,7 @@ class CostModel:
         return other
 
     def _unit_s(self) -> float:
-        return self._level_s * self._relative[1]
+        return self._level.middle * self._relative[1]
 
     def observe_pass(self, n_tokens: int, seconds: float) -> None:
         """A target pass over ``n_tokens`` took ``seconds``, the host's share of the round included."""
@@ -82,18 +82,28 @@ class CostModel:
         guess = self._interpolated(slot)
         if slot != n_tokens:
             seconds *= guess / self._interpolated(n_tokens)
-        samples = self._samples.setdefault(slot, deque(maxlen=N_SAMPLES))
-        is_trusted = len(samples) >= N_TRUSTED
-        others = [level_s for width, level_s in self._level if width != slot]
-        if 2 * len(others) > len(self._level):
-            samples.append(seconds / _middle(others))
+        samples = self._samples.get(slot)
+        if samples is None:
+            samples = self._samples[slot] = _Recent()
+        is_trusted, n_level = len(samples) >= N_TRUSTED, len(self._level)
+        n_others = n_level - self._level_widths.count(slot)
+        if 2 * n_others > n_level:
+            relative = seconds / self._level_of_others(slot)
             self._n_seen[slot] = min(N_SAMPLES, self._n_seen.get(slot, 0) + 1)
-            if len(samples) == 1 and samples[0] > DOUBT * self._at_most(slot):
-                samples.append(guess)
-            self._set(slot, _middle(samples))
-        if is_trusted or not others:
-            self._level.append((slot, seconds / guess))
-            self._level_s = _middle([level_s for _width, level_s in self._level])
+            if len(samples) == 0 and relative > DOUBT * self._at_most(slot):
+                samples.add(guess)
+            samples.add(relative)
+            self._set(slot, samples.middle)
+        if is_trusted or n_others == 0:
+            self._level.add(seconds / guess)
+            self._level_widths.append(slot)
+
+    def _level_of_others(self, slot: int) -> float:
+        """The median of passes over other widths than ``slot``."""
+        if slot not in self._level_widths:
+            return self._level.middle
+        pairs = zip(self._level_widths, self._level.values, strict=True)
+        return _middle(sorted(level_s for width, level_s in pairs if width != slot))
 
     def _set(self, slot: int, relative: float) -> None:
         """What ``slot`` costs, relative to the level; a median often stays what it was."""
@@ -102,20 +112,21 @@ class CostModel:
             insort(self._widths, slot)
         if before != relative:
             self._relative[slot] = relative
-            self._v.clear()
+            below = self._widths[bisect_left(self._widths, slot) - 1] if slot > 1 else 0
+            del self._v[below + 1 :]
 
     def observe_draft(self, n_steps: int, n_lacking: int, seconds: float) -> None:
         """``n_steps`` draft passes took ``seconds``; the first, or others before it, fed ``n_lacking`` tokens."""
-        if not self._level or not 0 <= seconds < math.inf:
+        if not self.is_measured or not 0 <= seconds < math.inf:
             return
         units = seconds / self._unit_s()
         if n_steps > 0 and (n_lacking <= 2 or units < 0.5 * n_steps * self.c):  # fed or not, it took no longer
-            self._steps.append(units / n_steps)
+            self._steps.add(units / n_steps)
             self.n_steps = min(N_SAMPLES, self.n_steps + 1)
-            self.c, self.knows_c = _middle(self._steps), True
+            self.c, self.knows_c = self._steps.middle, True
         elif n_lacking >= MIN_FEED:
-            self._feeds.append(max(0.0, units - n_steps * self.c) / (n_lacking - 2))
-            self.feed = _middle(self._feeds)
+            self._feeds.add(max(0.0, units - n_steps * self.c) / (n_lacking - 2))
+            self.feed = self._feeds.middle
 
     def draft_cost(self, n_steps: int, n_lacking: int) -> float:
         """Units of ``n_steps`` draft passes, and of feeding ``n_lacking`` tokens before or with the first."""
@@ -127,10 +138,15 @@ class CostModel:
 
     def v(self, n_tokens: int) -> float:
         """Units of a pass over ``n_tokens``: measured, or on the line between measured neighbours; at least 1."""
-        found = self._v.get(n_tokens)
-        if found is None:
-            found = self._v[n_tokens] = max(1.0, self._interpolated(n_tokens) / self._relative[1])
-        return found
+        return self.curve(n_tokens)[n_tokens]
+
+    def curve(self, n_most: int) -> Sequence[float]:
+        """v(n) by n up to ``n_most`` at least, for loops over n; good until the next time is observed."""
+        v = self._v
+        if len(v) <= n_most:
+            unit = self._relative[1]
+            v += [max(1.0, self._interpolated(n) / unit) for n in range(len(v), n_most + 1)]
+        return v
 
     def n_samples(self, n_tokens: int) -> int:
         """How many times v(n) rests on, those of earlier runs included."""
@@ -138,8 +154,9 @@ class CostModel:
 
     def _interpolated(self, n: int) -> float:
         curve, widths = self._relative, self._widths
-        if n in curve:
-            return curve[n]
+        found = curve.get(n)
+        if found is not None:
+            return found
         i = bisect_left(widths, n)
         below = widths[i - 1]
         if i == len(widths):
@@ -201,7 +218,7 @@ class CostModel:
         if len(relative) < 2 or relative[1] != 1:
             return False
         self._relative, self._samples, self._widths, self._n_seen = relative, samples, sorted(relative), n_seen
-        self._v.clear()
+        del self._v[1:]
         c, feed = number(kept.get("c"), MAX_KEPT), number(kept.get("feed"), MAX_KEPT)
         if c is not None:
             self.n_steps = _count(kept.get("c_samples"))
@@ -233,11 +250,13 @@ class Acceptance:
         """The calibrated chance for one confidence."""
         found = self._at.get(confidence)
         if found is None:
-            i = bisect_left(CONFIDENCES, confidence)
-            prior = 0.5 * (confidence + self.mean)
-            found = (PRIOR_WEIGHT * prior + self._hits[i]) / (PRIOR_WEIGHT + self._tries[i])
-            self._at[confidence] = found
+            found = self._at[confidence] = self._calibrated(confidence, bisect_left(CONFIDENCES, confidence))
         return found
+
+    def _calibrated(self, confidence: float, at: int) -> float:
+        """The chance for a confidence of bin ``at``."""
+        prior = 0.5 * (confidence + self.mean)
+        return (PRIOR_WEIGHT * prior + self._hits[at]) / (PRIOR_WEIGHT + self._tries[at])
 
     def look(self, confidence: float) -> None:
         """A row was seen and nothing drawn from it: that tells of the text as well."""
@@ -246,14 +265,13 @@ class Acceptance:
 
     def observe(self, confidences: Sequence[float], n_accepted: int) -> None:
         """A draft was judged: right up to the first rejection, wrong there, unknown behind it."""
+        self._at.clear()
         for i, confidence in enumerate(confidences[: n_accepted + 1]):
-            hit = float(i < n_accepted)
-            news = 0.5 * (hit + self.at(confidence))  # the calibrated chance is less noisy than one coin
+            hit, at = float(i < n_accepted), bisect_left(CONFIDENCES, confidence)
+            news = 0.5 * (hit + self._calibrated(confidence, at))  # that is less noisy than one coin
             self.mean = MEAN_MEMORY * self.mean + (1 - MEAN_MEMORY) * news
-            at = bisect_left(CONFIDENCES, confidence)
             self._hits[at] = BIN_MEMORY * self._hits[at] + hit
             self._tries[at] = BIN_MEMORY * self._tries[at] + 1.0
-            self._at.clear()
 
     def as_dict(self) -> dict[str, object]:
         """What is kept between runs: accepted and judged tokens by confidence, forgetting."""
@@ -305,9 +323,30 @@ def survivors(chances: Sequence[float]) -> float:
     return tokens
 
 
-def _kept(value: float, n: int = N_SAMPLES) -> deque[float]:
+class _Recent:
+    """The last ``N_SAMPLES`` values, in their order and sorted: a round asks for several medians."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values = deque(values, N_SAMPLES)
+        self._sorted = sorted(self.values)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, value: float) -> None:
+        if len(self._sorted) == N_SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self.values[0])]
+        self.values.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def middle(self) -> float:
+        return _middle(self._sorted)
+
+
+def _kept(value: float, n: int = N_SAMPLES) -> _Recent:
     """Samples that stand for a value that rests on ``n``: never many, so that new ones soon count."""
-    return deque([value] * (1 if n <= MOST_DOUBTED else N_TRUSTED), N_SAMPLES)
+    return _Recent([value] * (1 if n <= MOST_DOUBTED else N_TRUSTED))
 
 
 def _count(kept: object) -> int:
@@ -323,9 +362,8 @@ def _slot(n_tokens: int) -> int:
     return (n_tokens + step // 2) // step * step
 
 
-def _middle(values: Iterable[float]) -> float:
-    """The median; of two values the lower, since what disturbs a time makes it longer."""
-    values = sorted(values)
+def _middle(values: Sequence[float]) -> float:
+    """The median of sorted values; of two the lower, since what disturbs a time makes it longer."""
     half = len(values) // 2
     if len(values) % 2:
         return values[half]

@@ -71,14 +71,18 @@ class Record:
         """Count one round of all sequences."""
         self._n += 1
         self.probes += is_probe
+        self.rounds += len(outcomes)
+        kinds = set[Kind]()
         for outcome in outcomes:
             kind, k = outcome.kind, len(outcome.chances)
-            self.rounds += 1
-            self.proposed += k
-            self.speculated += k > 0
-            self.given_up += kind != "none" and k == 0
-            self.by_kind[kind if k > 0 else "none"] += 1
-        kinds = {outcome.kind for outcome in outcomes}
+            kinds.add(kind)
+            if k > 0:
+                self.proposed += k
+                self.speculated += 1
+                self.by_kind[kind] += 1
+            else:
+                self.given_up += kind != "none"
+                self.by_kind["none"] += 1
         self.state = "probe" if is_probe else "draft" if "draft" in kinds else "n-gram" if "ngram" in kinds else "off"
         if is_probe:
             return

@@ -65,6 +65,40 @@ def test_no_pass_is_cheaper_than_a_shorter_one_could_ever_be() -> None:
     assert costs_of({1: 1.0, 2: 0.9}).v(2) == 1.0
 
 
+def test_v_is_what_was_measured_last_at_every_width() -> None:
+    """v(n) is kept between two times, and a new one moves what lies between its neighbours."""
+    rng, costs = np.random.default_rng(0), CostModel()
+    for _ in range(300):
+        n = int(rng.choice([1, 1, 2, 3, 5, 8, 9, 16, 17, 24, 33]))
+        costs.observe_pass(n, UNIT_S * (1 + 0.2 * (n - 1)) * float(np.exp(rng.normal(0, 0.2))))
+        kept = costs.as_dict()["v"]
+        assert isinstance(kept, dict)
+        widths = [int(width) for width in kept]
+        relative = [costs._relative[width] / costs._relative[1] for width in widths]
+        expected = [max(1.0, v) for v in np.interp(range(1, widths[-1] + 1), widths, relative)]
+        assert costs.curve(widths[-1])[1 : widths[-1] + 1] == pytest.approx(expected)
+
+
+def test_a_copy_below_the_least_chance_cannot_pay() -> None:
+    """Whatever the tokens behind the first; above it, one of certain tokens does."""
+    rng, n_refused, n_paying = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        steps = rng.exponential(0.3, 40) * (rng.random(40) < 0.7)
+        controller = Controller(16, costs_of({n + 1: float(1 + steps[:n].sum()) for n in range(41)}))
+        controller.begin(int(rng.integers(2, 9)))
+        controller.take(int(rng.integers(0, 9)))
+        least, width = controller.least_copied(), controller._width
+        if least < 1:
+            n_refused += 1
+            assert controller._best_copy([least, *[1.0] * 15], width)[0] <= 1e-9
+        if 0.03 < least < 0.9:
+            n_paying += 1
+            assert controller._best([min(1.0, 1.01 * least), *[1.0] * 15], 0.0, width)[0] > 0
+    assert min(n_refused, n_paying) > 50
+    controller.begin(1)
+    assert controller.least_copied() == 0  # alone, a look may be worth more
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_times_are_passed_over(seconds: float) -> None:
     costs = costs_of(TILES, c=0.3)

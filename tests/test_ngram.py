@@ -106,12 +106,25 @@ def test_n_min_drops_short_drafts_and_p_min_cuts() -> None:
     assert Text(prompt, p_min=0.7).draft() is EMPTY
 
 
+def test_what_is_hardly_ever_reached_is_not_proposed() -> None:
+    """A draft ends behind the first token that stands with less than ``min_reach``, but not below ``n_min``."""
+    prompt = [*range(1, 30), 1, 2]
+    whole = Text(prompt).draft(20)
+    assert whole.confidence is not None
+    reach = np.cumprod(whole.confidence)
+    for least in (0.0, 0.1, 0.2, 0.4):
+        n_reached = int((reach >= least).sum()) + 1
+        assert list(Text(prompt, min_reach=least).next(20)) == list(whole.ids[:n_reached])
+    assert len(Text(prompt, min_reach=0.7, n_min=5).draft(20)) == 5
+
+
 def test_sequences_are_apart_and_forgotten() -> None:
     drafter = NgramDrafter()
     one, two, unknown = (SequenceState(i, []) for i in range(3))
     drafter.commit(one, [1, 2, 3, 1, 2])
     drafter.commit(two, [1, 2, 4, 1, 2])
     assert [list(d.ids) for d in drafter.propose([two, unknown, one], [1, 1, 1])] == [[4], [], [3]]
+    assert [drafter.chance(state) for state in (two, unknown, one)] == pytest.approx([0.6, 0.0, 0.6])
     drafter.forget(one)
     drafter.forget(unknown)
     assert [list(d.ids) for d in drafter.propose([one, two], [1, 0])] == [[], []]
@@ -223,6 +236,11 @@ def test_drafts_keep_their_promises_however_tokens_arrive(tokens: list[int], chu
     parts.say(*rest)
     draft, same = whole.draft(budget), parts.draft(budget)
     assert list(draft.ids) == list(same.ids)
+    if draft.confidence is not None:
+        assert draft.confidence[0] == whole.drafter.chance(whole.state)
+    parts.state.tokens[3:] = []  # another answer to the same beginning: what was looked up counts no more
+    parts.drafter.rewind(parts.state, 3)
+    assert list(parts.draft(budget).ids) == list(Text(tokens[:3]).draft(budget).ids)
     assert len(draft) <= budget
     assert set(draft.ids) <= set(tokens)
     if draft.confidence is not None:

@@ -21,12 +21,14 @@ class _Proposed(NamedTuple):
     chances: Sequence[float] = ()
 
 
+_NOTHING = _Proposed()
+
+
 class _Foretold:
     """An n-gram draft, proposed or not, beside the tokens that came."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._ids = draft.ids
-        self.chances = _chances(draft)
+    def __init__(self, ids: Sequence[int], chances: Sequence[float]) -> None:
+        self._ids, self.chances = ids, chances
         self.n_right = 0
         self.is_over = False
 
@@ -84,17 +86,19 @@ class AdaptiveDrafter:
                 n_lacking = model.n_lacking(state)
                 n_left = None if n_left is None else model.room(state, n_left)
             n_emitted = len(state.tokens) - self._begun.get(state.id, len(state.tokens))
-            chances = _chances(guess) if self._ngram else None
-            kind, k = controller.plan(n_lacking, chances, budget, n_emitted=n_emitted, n_left=n_left)
+            said = _chances(guess)
+            kind, k = controller.plan(
+                n_lacking, said if self._ngram else None, budget, n_emitted=n_emitted, n_left=n_left
+            )
             if kind == "ngram" and self._ngram is not None:
                 drafts[i] = self._ngram.shortened(guess, self._n_allowed(state, guess.ids[:k]))
                 controller.take(len(drafts[i]))
             elif kind == "draft":
                 by_model.append(i)
-            copied = _chances(drafts[i])
-            self._pending[state.id] = _Proposed("ngram", copied) if copied else _Proposed()
-            if len(guess) and state.id not in self._foretold:
-                self._foretold[state.id] = _Foretold(guess)
+            copied = said[: len(drafts[i])]
+            self._pending[state.id] = _Proposed("ngram", copied) if copied else _NOTHING
+            if said and state.id not in self._foretold:
+                self._foretold[state.id] = _Foretold(guess.ids, said)
         if model is not None and by_model:
             n_passes, n_fed = model.n_passes, model.n_fed
             room = [min(budgets[i], controller.k_max) for i in by_model]
@@ -107,8 +111,10 @@ class AdaptiveDrafter:
         return drafts
 
     def _guess(self, state: SequenceState, budget: int) -> Draft:
-        """What the text itself proposes; nothing where not even its first token may come."""
-        [guess] = self._ngram.propose([state], [budget]) if self._ngram else [EMPTY]
+        """What the text itself proposes; nothing where it cannot pay, or not even its first token may come."""
+        if self._ngram is None or self._ngram.chance(state) <= self.controller.least_copied():
+            return EMPTY
+        [guess] = self._ngram.propose([state], [budget])
         return guess if self._n_allowed(state, guess.ids[:1]) else EMPTY
 
     def _n_allowed(self, state: SequenceState, ids: Sequence[int]) -> int:
@@ -128,7 +134,7 @@ class AdaptiveDrafter:
         """Teach the controller what the round cost and brought."""
         outcomes = []
         for part in outcome.sequences:
-            kind, chances = self._pending.pop(part.sequence, _Proposed())
+            kind, chances = self._pending.pop(part.sequence, _NOTHING)
             outcomes.append(Outcome(kind, chances, part.proposed, part.accepted, part.emitted))
         target_s = outcome.verify_s + outcome.host_s
         self.controller.observe(outcomes, target_s, outcome.draft_s, self._n_passes, self._n_lacking)

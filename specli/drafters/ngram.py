@@ -90,6 +90,8 @@ class _History:
         self.hits = [0.0] * (2 * sizes[0] + 2)
         self.tries = [0.0] * (2 * sizes[0] + 2)
         self.is_prompt = True  # the next tokens are somebody else's text: nothing to learn from
+        self._next: _Match | None = None  # what continues the text as it is,
+        self._is_looked_up = False  # if that was asked for
 
     def cut(self, n_tokens: int) -> _History:
         """The first ``n_tokens``, indexed anew where there are more; what was learned stays."""
@@ -100,6 +102,7 @@ class _History:
                 history.append(token)
             history.hits, history.tries = self.hits, self.tries
         history.streak, history.copied, history.source, history.edited, history.is_prompt = 0, 0, -1, False, True
+        history._is_looked_up = False
         return history
 
     def pushed(self, suffix: int, token: int) -> int:
@@ -129,7 +132,7 @@ class _History:
                 if count >= entry.best:
                     entry.best, entry.position = count, position
         tokens.append(token)
-        self.suffix = self.pushed(suffix, token)
+        self.suffix, self._is_looked_up = self.pushed(suffix, token), False
 
     def longest(self, suffix: int) -> _Match | None:
         """The longest n-gram at the end of ``suffix`` that has been seen, whatever its evidence."""
@@ -162,6 +165,12 @@ class _History:
                 return _Match(source, longest, 1, 1)
         return found if 3 * seen >= 2 * total else None
 
+    def foretold(self) -> _Match | None:
+        """What continues the text as it is; drafting and learning ask for the same."""
+        if not self._is_looked_up:
+            self._next, self._is_looked_up = self.match(self.suffix, self.source, self.edited, self.copied), True
+        return self._next
+
     def hit_rate(self, match: _Match, streak: int) -> float:
         """Estimated chance, in (0, 1), that ``match`` is right after ``streak`` right ones."""
         if match.size == 0:
@@ -173,7 +182,7 @@ class _History:
 
     def learn(self, token: int) -> None:
         """Compare the next real token with the one foretold, before it is appended."""
-        match = self.match(self.suffix, self.source, self.edited, self.copied)
+        match = self.foretold()
         if match is None:
             self.streak, self.copied, self.source = 0, 0, -1
             return
@@ -193,7 +202,8 @@ class NgramDrafter:
 
     ``end_ids``: end-of-generation ids; a draft ends behind the first one. ``n_min`` (``--spec-draft-n-min``): a
     shorter draft is dropped whole, as a point mass may be. ``p_min`` (``--spec-draft-p-min``) and ``min_hit_rate``:
-    a token is proposed while its estimated chance of being right reaches both. ``size_max``, ``size_min``: sizes of
+    a token is proposed while its estimated chance of being right reaches both. ``min_reach``: a draft ends behind a
+    token that stands with less than this chance, with those before it. ``size_max``, ``size_min``: sizes of
     the n-grams in tokens, longest first. ``sampler`` (or a sequence's own, where there is one) says what may come next
     at all. Raises ``ConfigError`` for sizes that make no sense.
 
@@ -210,13 +220,14 @@ class NgramDrafter:
         p_min: float = 0.0,
         *,
         min_hit_rate: float = 0.4,
+        min_reach: float = 0.0,
         size_max: int = 4,
         size_min: int = 2,
         sampler: Sampler | None = None,
     ) -> None:
         if not 1 <= size_min <= size_max:
             raise ConfigError(f"n-gram sizes from {size_min} to {size_max} tokens; expected 1 <= size_min <= size_max")
-        self._end_ids, self._n_min, self._floor = end_ids, n_min, max(p_min, min_hit_rate)
+        self._end_ids, self._n_min, self._floor, self._min_reach = end_ids, n_min, max(p_min, min_hit_rate), min_reach
         self._sampler = sampler
         self._sizes = range(size_max, size_min - 1, -1)
         self._histories: dict[int, _History] = {}
@@ -228,35 +239,43 @@ class NgramDrafter:
         """
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
+    def chance(self, sequence: SequenceState) -> float:
+        """Of the first token that it would propose: how likely it is right; 0 where there is none."""
+        history = self._histories.get(sequence.id)
+        match = None if history is None else history.foretold()
+        return 0.0 if history is None or match is None else history.hit_rate(match, history.streak)
+
     def shortened(self, draft: Draft, k: int) -> Draft:
         """The first ``k`` tokens of a draft, or none where that is below ``n_min``."""
-        return draft.first(k) if k >= max(1, self._n_min) else EMPTY
+        if k < max(1, self._n_min):
+            return EMPTY
+        return draft if k >= len(draft) else draft.first(k)
 
     def _draft(self, sequence: SequenceState, budget: int) -> Draft:
         history = self._histories.get(sequence.id)
         if history is None:
             return EMPTY
         suffix, streak, source, edited = history.suffix, history.streak, history.source, history.edited
-        tokens, copied, match = history.tokens, history.copied, None
+        tokens, copied, reach, match = history.tokens, history.copied, 1.0, history.foretold()
+        position = -1 if match is None else match.position
         ids: list[int] = []
         rates: list[float] = []
-        while len(ids) < budget:
-            if match is not None and copied >= 2 * self._sizes[0] and source < len(tokens):
-                position = source  # so long a copy goes on whatever else is found
-            elif (match := history.match(suffix, source, edited, copied)) is not None:
-                position = match.position
-            else:
-                break
-            if (rate := history.hit_rate(match, streak)) < self._floor:
-                break
+        while len(ids) < budget and match is not None and (rate := history.hit_rate(match, streak)) >= self._floor:
             token = tokens[position]
             ids.append(token)
             rates.append(rate)
-            if token in self._end_ids:
+            reach *= rate
+            if token in self._end_ids or (reach < self._min_reach and len(ids) >= self._n_min):
                 break
             copied = (copied if position == source else match.size) + 1
             suffix, streak, source, edited = history.pushed(suffix, token), streak + 1, position + 1, False
-        if ids and self._sampler is not None:
+            if copied >= 2 * self._sizes[0] and source < len(tokens):
+                position = source  # so long a copy goes on whatever else is found
+            elif (match := history.match(suffix, source, edited, copied)) is not None:
+                position = match.position
+        if not ids:
+            return EMPTY
+        if self._sampler is not None:
             sampler = self._sampler if sequence.verifier is None else sequence.verifier.sampler
             del ids[sampler.n_allowed(sequence.state, ids) :]
         return self.shortened(Draft(ids, [None] * len(ids), np.array(rates[: len(ids)])), len(ids))
