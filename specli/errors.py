@@ -78,7 +78,8 @@ class QueueFull(SpecError):
     """More requests wait than may. ``retry_after_s``: when one of the places should be free."""
 
     def __init__(self, n_waiting: int, retry_after_s: int) -> None:
-        super().__init__(f"{n_waiting} requests are waiting already; try again in {retry_after_s} s")
+        waiting = "1 request is" if n_waiting == 1 else f"{n_waiting} requests are"
+        super().__init__(f"{waiting} waiting already; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 

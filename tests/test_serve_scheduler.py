@@ -223,6 +223,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(server):
     with pytest.raises(QueueFull, match="3 requests are waiting already") as found:
         scheduler.submit([Client([9]).job])
     assert 1 <= found.value.retry_after_s <= 600
+    assert str(QueueFull(1, 2)) == "1 request is waiting already; try again in 2 s"
     scheduler.start()
     for client in clients:
         client.wait()

@@ -122,7 +122,8 @@ def _words(session: Session, options: ServeOptions, where: str) -> list[str]:
     """What somebody who starts a server should know."""
     state, engine = session.speculation, session.engine
     drafting = f"drafting: {state.drafter}, K up to {state.k}" if state.active else f"no drafting: {state.reason}"
-    lines = [f"{drafting}; {engine.n_sequences} answers at a time, a context of {engine.n_ctx} tokens each"]
+    at_a_time = "1 answer" if engine.n_sequences == 1 else f"{engine.n_sequences} answers"
+    lines = [f"{drafting}; {at_a_time} at a time, a context of {engine.n_ctx} tokens each"]
     if session.settings.exact:
         bounds = ", and --sla-ttft and --sla-tpot cannot pace them" if options.has_bounds else ""
         lines.append(f"--exact: prompts are evaluated whole, in batches of {engine.n_batch} tokens (-ub){bounds}")

@@ -115,7 +115,7 @@ class Service:
             raise Refusal(str(error), "response_format" if asked.is_constrained else None) from error
         unenforced = unenforced_keywords(sampling) if asked.is_constrained else []
         if unenforced and asked.is_strict:
-            found = f"the schema has {', '.join(unenforced)}, which is not enforced here; leave out that, or strict"
+            found = f"the schema has {', '.join(unenforced)}, not enforced here; leave that out, or leave out strict"
             raise Refusal(found, "response_format")
         return sampling, verifier, unenforced
 
