@@ -92,7 +92,7 @@ class Controller:
         self._fed, self._is_feeding = 0.0, False  # units that rounds in a row fed, the last of them; whether it did
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
         self._funds = CREDIT  # units that the model's drafts of this round may cost, catching up apart
-        self._worth: float | None = None  # of a draft by the model in this round, tokens, catching up apart
+        self._worth: float | None = None  # of a draft by the model in this round by either estimate, fed or not, tokens
         self._least: dict[int, float] = {}  # chance of a first token that copies need, by the batch before them
 
     def begin(self, n_active: int, n_context: int = 0) -> None:
@@ -142,11 +142,13 @@ class Controller:
                 price = self._n_active * self.costs.catch_up(n_lacking - n_emitted)
             self._catch_up += catch_up
             if self._account + (0.0 if self._is_known_loss else DEBT_CREDIT * self._debt) > 0:
-                if self._worth is None:  # the same for all sequences
-                    foreseen = self._foreseen()
-                    self._worth = max((self._profit or foreseen).worth(self.rate), foreseen.worth(self.rate))
-                values["draft"] = self._worth - self.rate * catch_up / horizon, budget
-                may_feed = self._may_feed(catch_up, n_emitted)
+                fed, may_feed = self.rate * catch_up / horizon, self._may_feed(catch_up, n_emitted)  # tokens
+                worth = -math.inf if self._profit is None else self._profit.worth(self.rate)
+                if worth <= fed or not may_feed or "ngram" in values:  # else it drafts, whatever the other estimate says
+                    if self._worth is None:
+                        self._worth = max(worth, self._foreseen().worth(self.rate))
+                    worth = self._worth
+                values["draft"] = worth - fed, budget
         kind: Kind = "none"
         for other, (value, _k) in values.items():
             if value > values[kind][0] and (may_feed or other != "draft"):
@@ -315,7 +317,7 @@ class Controller:
         v = self.costs.curve(width + self.k_max)
         base, left = v[width], self._funds - self._n_passes * self.costs.c - v[self._width] + v[self._planned]
         if 0 < n_before < n_min:  # so short it is worth nothing: what was drawn counts as well
-            tokens, base = survivors([*map(self.acceptance.at, confidences)]), v[width - n_before]
+            tokens, base = survivors(map(self.acceptance.at, confidences)), v[width - n_before]
             left += v[width] - base
         for extra in range(1, self.k_max - n_before + 1):
             tokens += survival
@@ -343,7 +345,7 @@ class Controller:
             else:
                 of_drafts += tokens
                 drafts.append(outcome)
-        self.costs.observe_pass(n_tokens, pass_s)
+        self.costs.observe_pass(n_tokens, pass_s, self._n_active)
         self.costs.observe_draft(n_steps, n_lacking, draft_s)
         fed = self.costs.catch_up(n_lacking)
         self._debt += fed
@@ -399,7 +401,7 @@ class Controller:
     def _expected(self, outcome: Outcome) -> float:
         """Proposed tokens that should stand, as far as was known before the target looked."""
         chances = outcome.chances[: outcome.n_judged]
-        return survivors(chances if outcome.kind == "ngram" else [self.acceptance.at(chance) for chance in chances])
+        return survivors(chances if outcome.kind == "ngram" else map(self.acceptance.at, chances))
 
     @property
     def break_even(self) -> float | None:

@@ -79,6 +79,17 @@ def test_v_is_what_was_measured_last_at_every_width() -> None:
         assert costs.curve(widths[-1])[1 : widths[-1] + 1] == pytest.approx(expected)
 
 
+def test_answers_that_come_and_go_do_not_carry_widths_apart() -> None:
+    """Texts grow within a batch and begin anew in the next one, so passes on both sides of a change say nothing."""
+    costs = costs_of(flat(0.25))
+    for _ in range(30):
+        for n_active in (1, 2, 4, 8):
+            for i in range(40):
+                n = n_active + (2 if i % 10 == 9 else 0)  # now and then a draft
+                costs.observe_pass(n, UNIT_S * (1 + 0.25 * (n - 1)) * (1 + 0.01 * i), n_active)
+    assert [costs.v(n) for n in (2, 4, 5, 7, 8, 9, 12)] == pytest.approx([1.25, 1.75, 2, 2.5, 2.75, 3, 3.75], rel=0.05)
+
+
 def test_a_copy_below_the_least_chance_cannot_pay() -> None:
     """Whatever the tokens behind the first; above it, one of certain tokens does."""
     rng, n_refused, n_paying = np.random.default_rng(0), 0, 0
