@@ -144,7 +144,7 @@ class Controller:
             if self._account + (0.0 if self._is_known_loss else DEBT_CREDIT * self._debt) > 0:
                 fed, may_feed = self.rate * catch_up / horizon, self._may_feed(catch_up, n_emitted)  # tokens
                 worth = -math.inf if self._profit is None else self._profit.worth(self.rate)
-                if worth <= fed or not may_feed or "ngram" in values:  # else it drafts, whatever the other estimate says
+                if worth <= fed or not may_feed or "ngram" in values:  # else it drafts anyhow
                     if self._worth is None:
                         self._worth = max(worth, self._foreseen().worth(self.rate))
                     worth = self._worth
