@@ -78,7 +78,7 @@ class CostModel:
         return self._level.middle * self._relative[1]
 
     def observe_pass(self, n_tokens: int, seconds: float, n_active: int = 1) -> None:
-        """A target pass over ``n_tokens``, of ``n_active`` sequences, took ``seconds``; host work of the round included."""
+        """A target pass over ``n_tokens`` of ``n_active`` sequences took ``seconds``, the host's share included."""
         if n_tokens < 1 or not 0 < seconds < math.inf:
             return
         slot = _slot(n_tokens)
