@@ -14,7 +14,8 @@ probabilities s_1 >= s_2 >= ... emits 1 + s_1 + ... + s_k tokens on average and 
     account      units that the model's drafts saved over plain decoding so far, and 1% of the time on top, up to a
                  cap: on an empty account it does not draft, and no draft may cost more than there is or than a
                  credit, so whatever the estimates say, little more than that is lost.
-                 Copies have an account of their own, on which those count as well that were not proposed
+                 Copies have an account of their own, on which those count as well that were not proposed (in a
+                 batch: of those that could pay in it)
     debt         units that feeding the draft's cache took and that savings have not paid back yet. Where drafts are
                  known a text that the cache lacks is fed when that should earn itself back, one at a time; where they
                  are not, within the account and a share of the answer so far; where they are known not to pay,
@@ -92,7 +93,7 @@ class Controller:
         self._fed, self._is_feeding = 0.0, False  # units that rounds in a row fed, the last of them; whether it did
         self._n_passes, self._planned = 0, 1  # draft passes of this round; tokens of the batch before the first
         self._funds = CREDIT  # units that the model's drafts of this round may cost, catching up apart
-        self._worth: float | None = None  # of a draft by the model in this round by either estimate, fed or not, tokens
+        self._worth: float | None = None  # tokens that a model draft is worth, once fed; None: not asked in this round
         self._least: dict[int, float] = {}  # chance of a first token that copies need, by the batch before them
 
     def begin(self, n_active: int, n_context: int = 0) -> None:

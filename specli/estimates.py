@@ -34,17 +34,17 @@ class CostModel:
     The level is what the machine does now: the median of recent times, each divided by its width's relative cost. A
     slow moment or a growing context moves it. What is learned per width, one token included, is the ratio to the
     level of other widths, where these are most of what was seen lately; alone, a width tells of the level only.
-    Passes over another number of sequences do not count for that: where answers come and go the texts are others too,
-    and shorter, and a few such steps, each a little off, carried widths that were seen away from those that were not
-    (in a server v(5) came to be 3.9 times v(4), in five minutes).
+    Passes over another number of sequences do not count for that, but for a width's first time: where answers come and
+    go the texts are others too, and shorter, and many such steps, each a little off, carried widths that were seen away
+    from those that were not (in a server v(5) came to be 3.9 times v(4), in five minutes).
     """
 
     def __init__(self) -> None:
         self.c = DEFAULT_C  # units of a draft step
         self.knows_c = False  # whether that is measured, here or in an earlier run
         self.feed: float | None = None  # units per token fed beyond the second; None: not measured
-        self._level = _Recent()  # seconds / relative cost,
-        self._level_of: deque[tuple[int, int]] = deque(maxlen=N_SAMPLES)  # of passes over so many sequences and tokens
+        self._level = _Recent()  # seconds / relative cost of passes,
+        self._level_of: deque[tuple[int, int]] = deque(maxlen=N_SAMPLES)  # and of what: sequences, slot
         self._samples = {1: _kept(1.0)}
         self._n_seen = {1: N_TRUSTED}  # times per width, those of earlier runs included
         self.n_steps = 0  # the same for c
@@ -86,25 +86,33 @@ class CostModel:
         if slot != n_tokens:
             seconds *= guess / self._interpolated(n_tokens)
         samples = self._samples.get(slot)
-        if samples is None:
-            samples = self._samples[slot] = _Recent()
-        is_trusted, n_level = len(samples) >= N_TRUSTED, len(self._level)
-        others = [
-            level_s
-            for (n, width), level_s in zip(self._level_of, self._level.values, strict=True)
-            if width != slot and n == n_active
-        ]
-        is_compared = 2 * len(others) > n_level
-        if is_compared:
-            relative = seconds / _middle(sorted(others))
-            self._n_seen[slot] = min(N_SAMPLES, self._n_seen.get(slot, 0) + 1)
-            if len(samples) == 0 and relative > DOUBT * self._at_most(slot):
-                samples.add(guess)
-            samples.add(relative)
-            self._set(slot, samples.middle)
-        if is_trusted or not is_compared:
+        is_trusted = samples is not None and len(samples) >= N_TRUSTED
+        others = self._others(slot, n_active, is_new=samples is None)
+        if others:
+            self._learn(slot, seconds / _middle(sorted(others)), guess)
+        if is_trusted or not others:
             self._level.add(seconds / guess)
             self._level_of.append((n_active, slot))
+
+    def _others(self, slot: int, n_active: int, *, is_new: bool) -> list[float]:
+        """The level as passes of other widths have it; empty where these are not most of those to compare with."""
+        others, n_comparable = list[float](), 0
+        for (n, width), level_s in zip(self._level_of, self._level.values, strict=True):
+            if n == n_active or is_new:
+                n_comparable += 1
+                if width != slot:
+                    others.append(level_s)
+        is_enough = len(others) >= N_TRUSTED or n_comparable == len(self._level)
+        return others if is_enough and 2 * len(others) > n_comparable else []
+
+    def _learn(self, slot: int, relative: float, guess: float) -> None:
+        """A pass over ``slot`` tokens cost ``relative``; ``guess``: what was thought before."""
+        samples = self._samples.setdefault(slot, _Recent())
+        samples.add(relative)
+        self._n_seen[slot] = min(N_SAMPLES, self._n_seen.get(slot, 0) + 1)
+        if len(samples) == 1 and relative > DOUBT * self._at_most(slot):
+            samples.add(guess)
+        self._set(slot, samples.middle)
 
     def _set(self, slot: int, relative: float) -> None:
         """What ``slot`` costs, relative to the level; a median often stays what it was."""

@@ -852,6 +852,36 @@ def test_what_is_forgotten_is_forgotten_by_both() -> None:
     assert controller.record.by_kind["none"] == 1
 
 
+@pytest.mark.parametrize("n_min", [0, 3])
+def test_a_copy_that_cannot_pay_in_its_batch_is_not_made(n_min: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts are those of a drafter that makes all copies and then looks what they are worth."""
+    made: list[int] = []
+
+    class Counting(NgramDrafter):
+        def propose(self, sequences: Sequence[SequenceState], budgets: Sequence[int]) -> list[Draft]:
+            made.append(0)
+            return super().propose(sequences, budgets)
+
+    def drafts(seed: int) -> list[tuple[int, ...]]:
+        rng = np.random.default_rng(seed)
+        steps = rng.exponential(0.4, 40) * (rng.random(40) < 0.9)
+        controller = Controller(16, n_min=n_min)
+        for n in range(1, 41):
+            controller.costs.observe_pass(n, UNIT_S * float(1 + steps[: n - 1].sum()))
+        drafter = AdaptiveDrafter(controller, None, Counting(n_min=n_min, min_hit_rate=0.2))
+        states = [SequenceState(i, rng.integers(0, 3, 12).tolist() * 3) for i in range(int(rng.integers(2, 5)))]
+        for state in states:
+            drafter.commit(state, state.tokens)
+        return [tuple(draft.ids) for draft in drafter.propose(states, [16] * len(states))]
+
+    found = [drafts(seed) for seed in range(60)]
+    n_made = len(made)
+    monkeypatch.setattr(Controller, "least_copied", lambda _self: 0.0)
+    assert [drafts(seed) for seed in range(60)] == found
+    assert n_made < 0.95 * (len(made) - n_made)
+    assert any(map(any, found))
+
+
 def test_time_of_the_controller() -> None:
     """Printed, not asserted: microseconds of its own per proposed token, real clock."""
     own_s = 0.0

@@ -181,7 +181,7 @@ class _History:
         return (_PRIOR_WEIGHT * prior + self.hits[match.kind]) / (_PRIOR_WEIGHT + self.tries[match.kind])
 
     def learn(self, token: int) -> None:
-        """Compare the next real token with the one foretold, before it is appended."""
+        """Compare the next real token with the one foretold; ``append`` must follow."""
         match = self.foretold()
         if match is None:
             self.streak, self.copied, self.source = 0, 0, -1
@@ -240,7 +240,7 @@ class NgramDrafter:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def chance(self, sequence: SequenceState) -> float:
-        """Of the first token that it would propose: how likely it is right; 0 where there is none."""
+        """How likely the token is that the text foretells next, proposed or not; 0 where it foretells none."""
         history = self._histories.get(sequence.id)
         match = None if history is None else history.foretold()
         return 0.0 if history is None or match is None else history.hit_rate(match, history.streak)
@@ -260,12 +260,13 @@ class NgramDrafter:
         position = -1 if match is None else match.position
         ids: list[int] = []
         rates: list[float] = []
-        while len(ids) < budget and match is not None and (rate := history.hit_rate(match, streak)) >= self._floor:
+        while budget > 0 and match is not None and (rate := history.hit_rate(match, streak)) >= self._floor:
             token = tokens[position]
             ids.append(token)
             rates.append(rate)
             reach *= rate
-            if token in self._end_ids or (reach < self._min_reach and len(ids) >= self._n_min):
+            is_reached = reach >= self._min_reach or len(ids) < self._n_min
+            if token in self._end_ids or len(ids) == budget or not is_reached:
                 break
             copied = (copied if position == source else match.size) + 1
             suffix, streak, source, edited = history.pushed(suffix, token), streak + 1, position + 1, False
