@@ -15,7 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
-FORMAT = 3
+FORMAT = 4
 
 
 def profile_path(*parts: object) -> Path:

@@ -52,6 +52,8 @@ class Record:
     given_up: int = 0  # a draft pass was made, but its row did not promise enough to propose a token
     probes: int = 0  # rounds of the batch
     by_kind: dict[Kind, int] = field(default_factory=lambda: {"none": 0, "draft": 0, "ngram": 0})  # who proposed
+    judged: dict[Kind, int] = field(default_factory=lambda: {"draft": 0, "ngram": 0})  # tokens, by who proposed them
+    accepted: dict[Kind, int] = field(default_factory=lambda: {"draft": 0, "ngram": 0})
     has_ngram: bool = False
     has_model: bool = False
     emitted: float = 0.0  # tokens
@@ -80,6 +82,8 @@ class Record:
                 self.proposed += k
                 self.speculated += 1
                 self.by_kind[kind] += 1
+                self.judged[kind] += outcome.n_judged
+                self.accepted[kind] += outcome.n_accepted
             else:
                 self.given_up += kind != "none"
                 self.by_kind["none"] += 1
@@ -154,6 +158,7 @@ class Record:
             "speculated": self.speculated,
             "mean_k": self.proposed / self.speculated if self.speculated else None,
             "decisions": decisions | {"given_up": self.given_up},
+            "drafted": {str(kind): {"proposed": n, "accepted": self.accepted[kind]} for kind, n in self.judged.items()},
             "probes": self.probes,
             "gain_tokens_per_unit": {"predicted": predicted, "actual": actual},
             "off": [[stretch.first, stretch.last, stretch.reason] for stretch in self.stretches],

@@ -918,6 +918,16 @@ def test_with_two_drafters_it_says_who_was_used() -> None:
     assert noted([("ngram", 6)]).state == "n-gram"
 
 
+def test_accepted_tokens_are_counted_by_who_proposed_them() -> None:
+    record = Record()
+    record.note([Outcome("draft", [0.9] * 4, 4, 1, 2), Outcome("ngram", [0.9] * 3, 2, 2, 2)], False, str)
+    record.note([Outcome("draft", [0.9] * 2, 2, 2, 3), Outcome("none", [], 0, 0, 1)], False, str)
+    assert record.as_dict()["drafted"] == {
+        "draft": {"proposed": 6, "accepted": 3},
+        "ngram": {"proposed": 2, "accepted": 2},
+    }
+
+
 def test_nothing_happened() -> None:
     controller = Controller(4)
     assert controller.explain() == ""

@@ -44,8 +44,11 @@ def test_a_pair_is_measured_and_its_profile_is_kept(specli, q4_0_path, draft_pat
         told["rounds"],
     )
     assert report["acceptance_rate"] == pytest.approx(report["accepted"] / report["proposed"])
+    for count in ("proposed", "accepted"):  # by who proposed them, and in all
+        assert sum(of[count] for of in told["drafted"].values()) == report[count]
     table = specli(*arguments).out.decode().splitlines()
-    assert re.match(r"draft step c = 0\.\d\d; \d+ of \d+ drafted tokens accepted, \d", table[0])
+    assert re.match(r"draft step c = 0\.\d\d; of its tokens \d+ of \d+ accepted", table[0])
+    assert re.match(r"copies of the text \(n-gram\) cost nothing to propose; of these \d+ of \d+ accepted", table[1])
     assert table[-1].startswith("'Count from one to ten.': speculated in ")
 
 
@@ -74,4 +77,4 @@ def test_without_a_draft_model_no_cost_of_one_is_told(specli, q4_0_path):
     assert (report["c"], report["break_even"]) == (None, None)
     assert all(row["cost"] == row["v"] for row in report["lengths"])
     table = specli(*arguments).out.decode()
-    assert table.startswith("no draft model: copies cost nothing to propose; ")
+    assert table.startswith("no draft model; copies of the text (n-gram) cost nothing to propose; of these ")

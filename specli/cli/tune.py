@@ -22,7 +22,7 @@ from specli.errors import Cancelled, ConfigError
 
 if TYPE_CHECKING:
     from specli.controller import Controller
-    from specli.record import Record
+    from specli.record import Kind, Record
     from specli.session import Session
     from specli.stats import Stats, Totals
 
@@ -152,16 +152,23 @@ def _print(controller: Controller, totals: Totals, records: Sequence[tuple[str, 
         report = {**costs.as_dict(), **drafted, "break_even": pays, "lengths": rows, "prompts": told}
         typer.echo(json.dumps(report, allow_nan=False))
         return
-    head = f"draft step c = {costs.c:.2f}" if has_model else "no draft model: copies cost nothing to propose"
-    rate = totals.acceptance_rate
-    accepted = f"{totals.accepted} of {totals.proposed} drafted tokens accepted" + (
-        "" if rate is None else f", {rate:.1%}"
-    )
-    typer.echo(f"{head}; {accepted}")
+    copies = f"copies of the text (n-gram) cost nothing to propose; of these {_accepted('ngram', records)}"
+    if has_model:
+        typer.echo(f"draft step c = {costs.c:.2f}; of its tokens {_accepted('draft', records)}\n{copies}")
+    else:
+        typer.echo(f"no draft model; {copies}")
     typer.echo("  K  v(K+1)   cost  pays from acceptance")
     for row in rows:
         needed = row["break_even"]
         word = "never" if needed is None else f"{needed:.2f}"
         typer.echo(f"{row['k']:3d}  {row['v']:6.2f} {row['cost']:6.2f}  {word}")
     for prompt, record in records:
-        typer.echo(f"{textwrap.shorten(prompt, _MOST_CHARACTERS, placeholder='…')!r}: {record.explain()}")
+        words = record.explain() or "not measured"
+        typer.echo(f"{textwrap.shorten(prompt, _MOST_CHARACTERS, placeholder='…')!r}: {words}")
+
+
+def _accepted(kind: Kind, records: Sequence[tuple[str, Record]]) -> str:
+    """How many tokens of one drafter the target accepted, over all prompts."""
+    judged = sum(record.judged[kind] for _prompt, record in records)
+    accepted = sum(record.accepted[kind] for _prompt, record in records)
+    return f"{accepted} of {judged} accepted" + (f", {accepted / judged:.1%}" if judged else "")
