@@ -333,24 +333,22 @@ def survivors(chances: Iterable[float]) -> float:
 
 
 class _Recent:
-    """The last ``N_SAMPLES`` values, in their order and sorted: a round asks for several medians."""
+    """The last ``N_SAMPLES`` values; ``middle``: their median, which a round asks for several times; 0.0 before any."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.values = deque(values, N_SAMPLES)
         self._sorted = sorted(self.values)
+        self.middle = _middle(self._sorted) if self._sorted else 0.0
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self.values)
 
     def add(self, value: float) -> None:
-        if len(self._sorted) == N_SAMPLES:
+        if len(self.values) == N_SAMPLES:
             del self._sorted[bisect_left(self._sorted, self.values[0])]
         self.values.append(value)
         insort(self._sorted, value)
-
-    @property
-    def middle(self) -> float:
-        return _middle(self._sorted)
+        self.middle = _middle(self._sorted)
 
 
 def _kept(value: float, n: int = N_SAMPLES) -> _Recent:
